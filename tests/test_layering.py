@@ -135,10 +135,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",
     },
-    "deep_opt_states.zero.user_gradients": {
-        "deep_opt_states.zero.internals",
-        "deep_opt_states.zero.step",
-    },
     "deep_opt_states.zero.stage3": {
         "deep_opt_states.config",
         "deep_opt_states.device",
@@ -149,7 +145,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",
-        "deep_opt_states.zero.user_gradients",
         "perf_model.prediction",
         "perf_model.schedule",
     },

@@ -39,7 +39,7 @@ def run(output: Path, *, quick: bool) -> int:
     """
     from deepspeed.accelerator import get_accelerator
 
-    from deep_opt_states.zero.start.core_share import core_share
+    from deep_opt_states.zero.start.node_share import core_share
     from deep_opt_states.zero.start.unsupported import Unsupported
 
     is_rank_0 = os.environ.get("RANK", "0") == "0"

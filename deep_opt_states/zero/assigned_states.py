@@ -2,8 +2,7 @@
 
 Stock's Adam looks its states up in each step, so a script may replace them: ReLoRA and continual training assign zeros
 or clear the state. The plugin updates memory of its own. Before an update, the values of an assigned tensor are copied
-there, and the tensor becomes a view of that memory. So the script, DeepSpeed's readers and checkpoints keep the tensor
-that was assigned, and see its updates as with stock.
+there, and the tensor becomes a view of that memory: all who hold it see its updates, as with stock.
 """
 
 from __future__ import annotations
@@ -22,46 +21,36 @@ from perf_model.schedule.workload import STATES
 
 
 class StateRefused(ValueError):
-    """A state that a script has assigned cannot be updated. The message has the rule, the value found and the remedy.
-
-    Nothing was updated: parameters and all other states are those of the last step.
-    """
+    """The error for a state that a script has assigned and that cannot be updated. Nothing was updated yet."""
 
 
 @dataclass(frozen=True)
 class _ListedTensor:
     """A tensor that DeepSpeed's optimizer lists, and the memory that the update of it writes to."""
 
-    sub_group: int
-    key: str
+    name: str
+    """The expression by which a script assigns the tensor."""
     listed: Any
     own: torch.Tensor
 
     @property
-    def name(self) -> str:
-        """Return the expression by which a script assigns the tensor."""
-        return _name_of(self.sub_group, self.key)
+    def is_own(self) -> bool:
+        return self._fits and self.listed.data_ptr() == self.own.data_ptr() and self.listed.shape == self.own.shape
 
     @property
-    def is_own(self) -> bool:
+    def _fits(self) -> bool:
         return (
             _is_dense(self.listed)
-            and self.listed.data_ptr() == self.own.data_ptr()
-            and self.listed.shape == self.own.shape
+            and self.listed.is_cpu
             and self.listed.dtype == self.own.dtype
+            and self.listed.numel() == self.own.numel()
             and self.listed.is_contiguous()
         )
 
     def check(self, num_listed: int) -> None:
         """Raise ``StateRefused`` unless the tensor can become a view; ``num_listed`` entries share memory with it."""
-        numel = self.own.numel()
-        if not (
-            _is_dense(self.listed)
-            and self.listed.is_cpu
-            and self.listed.dtype == self.own.dtype
-            and self.listed.numel() == numel
-            and self.listed.is_contiguous()
-        ):
+        if not self._fits:
+            numel = self.own.numel()
             raise StateRefused(
                 f"{self.name} must be a contiguous tensor of {numel} {self.own.dtype} in host memory, found "
                 f"{_described(self.listed)}.\nAssign such a tensor, for example torch.zeros({numel})."
@@ -76,8 +65,7 @@ class _ListedTensor:
 class AssignedStates:
     """The states that DeepSpeed's stage-3 ``optimizer`` lists, compared with the ``memory`` that updates write to.
 
-    The constructor adds the moments to the state of each of the optimizer's fp32 parameters, which are views of that
-    memory.
+    The constructor adds the moments, which are views of that memory, to the state of each fp32 parameter.
     """
 
     def __init__(self, optimizer: Any, memory: StateMemory) -> None:
@@ -93,15 +81,13 @@ class AssignedStates:
     def masters(self) -> list[Any]:
         """Return the fp32 parameters by sub-group, which are the keys of the states, without a wait for the update.
 
-        An update that is in flight writes to the memory and not to the list.
+        An update in flight writes to the memory and not to the list.
         """
-        listed: list[Any] = vars(self._optimizer)["fp32_partitioned_groups_flat"]
-        return listed
+        return vars(self._optimizer)["fp32_partitioned_groups_flat"]
 
     def __getitem__(self, sub_group_id: int) -> dict[str, Any]:
         """Return the state of a sub-group, which is empty if a script has cleared or deleted it."""
-        state: dict[str, Any] = self._by_master.get(self.masters[sub_group_id], {})
-        return state
+        return self._optimizer.optimizer.state.get(self.masters[sub_group_id], {})
 
     def refusal(self) -> StateRefused | None:
         """Return the error if the next update cannot use the states that a script has assigned. Change nothing."""
@@ -117,11 +103,11 @@ class AssignedStates:
         return None
 
     def _check(self) -> None:
-        num_tensors = sum(isinstance(master, torch.Tensor) for master in self.masters)
-        if not num_tensors == len(self.masters) == len(self._memory.sub_groups):
+        num_tensors, num_sub_groups = sum(map(_is_tensor, self.masters)), len(self._memory.sub_groups)
+        if not num_tensors == len(self.masters) == num_sub_groups:
             raise StateRefused(
-                f"fp32_partitioned_groups_flat must hold one tensor for each of {len(self._memory.sub_groups)} "
-                f"sub-groups, found {num_tensors} in {len(self.masters)} entries.\nAssign tensors, and remove no entry."
+                f"fp32_partitioned_groups_flat must hold one tensor for each of {num_sub_groups} sub-groups, found "
+                f"{num_tensors} in {len(self.masters)} entries.\nAssign tensors, and remove no entry."
             )
         groups = self._optimizer.optimizer.param_groups
         # DeepSpeed adds its fp32 parameters only while it steps, saves or loads. An interrupt may leave them there.
@@ -133,11 +119,11 @@ class AssignedStates:
                 f"{len(groups)} with {num_added} added parameters, which DeepSpeed would update once per sub-group.\n"
                 f"Remove the additions, and pass all parameters to deepspeed.initialize, frozen if need be."
             )
-        for index in range(len(self.masters)):
-            self._check_keys(index)
+        states = [self[index] for index in range(num_sub_groups)]
+        for index, state in enumerate(states):
+            _check_state(index, state)
         # Stock adds 1 to a tensor in place, before each sub-group reads it.
-        steps = (state["step"] for index in range(len(self.masters)) if (state := self[index]))
-        num_with = Counter(step.data_ptr() for step in steps if isinstance(step, torch.Tensor))
+        num_with = Counter(state["step"].data_ptr() for state in states if state and _is_tensor(state["step"]))
         if shared := sum(number for number in num_with.values() if number > 1):
             raise StateRefused(
                 f"step must be a number or a tensor of its own in each state, found a tensor that {shared} states "
@@ -145,12 +131,10 @@ class AssignedStates:
             )
         entries = list(self._entries())
         replaced = [entry for entry in entries if not entry.is_own]
-        self.are_replaced = bool(replaced) or not all(self[index] for index in range(len(self.masters)))
-        if not replaced:
-            return
-        memory = [_memory_of(entry.listed) for entry in entries if _is_dense(entry.listed)]
+        self.are_replaced = bool(replaced) or not all(states)
+        memory = [_memory_of(entry.listed) for entry in entries] if replaced else []
         for entry in replaced:
-            begin, end = _memory_of(entry.listed) if _is_dense(entry.listed) else (0, 0)
+            begin, end = _memory_of(entry.listed)
             entry.check(sum(begin < other_end and other_begin < end for other_begin, other_end in memory))
 
     def adopt(self, before_write: Callable[[], object] = lambda: None) -> None:
@@ -163,8 +147,7 @@ class AssignedStates:
         if not replaced and not cleared:
             return
         before_write()
-        # A script may have moved states from one sub-group to another: a write to one could overwrite the source of
-        # the other.
+        # A script may have swapped states of sub-groups: a write to one could overwrite the source of the other.
         own = {getattr(sub_group, key).data_ptr() for sub_group in self._memory.sub_groups for key in STATES}
         values = [entry.listed.clone() if entry.listed.data_ptr() in own else entry.listed for entry in replaced]
         for index in cleared:
@@ -177,57 +160,56 @@ class AssignedStates:
             entry.listed.data = entry.own.data
         self.are_replaced = False
 
-    @property
-    def _by_master(self) -> Any:
-        return self._optimizer.optimizer.state
-
     def _entries(self) -> Iterator[_ListedTensor]:
         """Yield the fp32 parameters, and the moments that were not cleared."""
         for index, own in enumerate(self._memory.sub_groups):
-            yield _ListedTensor(index, "master", self.masters[index], own.master)
+            yield _ListedTensor(f"fp32_partitioned_groups_flat[{index}]", self.masters[index], own.master)
             if state := self[index]:
                 for key in MOMENTS:
-                    yield _ListedTensor(index, key, state[key], getattr(own, key))
-
-    def _check_keys(self, index: int) -> None:
-        state: object = self[index]
-        if not isinstance(state, dict):
-            raise StateRefused(
-                f"The state of sub-group {index} must be a dictionary, found {shown(state)}.\n"
-                f"Assign {{}} to start from zeros."
-            )
-        for key in ("step", *MOMENTS) if state else ():
-            if key not in state:
-                raise StateRefused(
-                    f"The state of sub-group {index} must have step, {' and '.join(MOMENTS)}, or be empty, found "
-                    f"{shown(state)}.\nAssign a value to {key!r}, or clear the state to start from zeros."
-                )
-        if state and not _counts_steps(state["step"]):
-            raise StateRefused(
-                f"{_name_of(index, 'step')} must be a number of steps, found {shown(state['step'])}.\n"
-                f"Assign an integer of at least 0, or clear the state to start from zeros."
-            )
+                    yield _ListedTensor(_name_of(index, key), state[key], getattr(own, key))
 
     def _fill(self, index: int) -> None:
-        """Let the state of a sub-group, which is empty, lead to our memory, which has zeros."""
+        """Let the state of a sub-group, which is empty, lead to our memory, which holds zeros."""
         # Not the tensors themselves: assigning to the ``data`` of an entry must not change our references.
         moments = {key: getattr(self._memory.sub_groups[index], key).data for key in MOMENTS}
-        self._by_master.setdefault(self.masters[index], {}).update(step=0, **moments)
+        self._optimizer.optimizer.state.setdefault(self.masters[index], {}).update(step=0, **moments)
+
+
+def _check_state(index: int, state: object) -> None:
+    if not isinstance(state, dict):
+        raise StateRefused(
+            f"The state of sub-group {index} must be a dictionary, found {shown(state)}.\n"
+            f"Assign {{}} to start from zeros."
+        )
+    for key in ("step", *MOMENTS) if state else ():
+        if key not in state:
+            raise StateRefused(
+                f"The state of sub-group {index} must have step, {' and '.join(MOMENTS)}, or be empty, found "
+                f"{shown(state)}.\nAssign a value to {key!r}, or clear the state to start from zeros."
+            )
+    if state and not _counts_steps(state["step"]):
+        raise StateRefused(
+            f"{_name_of(index, 'step')} must be a number of steps, found {shown(state['step'])}.\n"
+            f"Assign an integer of at least 0, or clear the state to start from zeros."
+        )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_dense(value: Any) -> bool:
     """Return whether ``value`` is a tensor that has an address: sparse ones have none."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return _is_tensor(value) and value.layout is torch.strided
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address of a contiguous tensor, and the address after its last byte."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+def _memory_of(value: Any) -> tuple[int, int]:
+    """Return the first address of a contiguous tensor, and the address after its last byte; (0, 0) if it has none."""
+    return (value.data_ptr(), value.data_ptr() + value.nbytes) if _is_dense(value) else (0, 0)
 
 
 def _name_of(index: int, key: str) -> str:
-    master = f"fp32_partitioned_groups_flat[{index}]"
-    return master if key == "master" else f'state[{master}]["{key}"]'
+    return f'state[fp32_partitioned_groups_flat[{index}]]["{key}"]'
 
 
 def _counts_steps(step: Any) -> bool:
@@ -241,7 +223,7 @@ def _counts_steps(step: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not _is_tensor(value):
         return shown(value)
     layout = f", {value.layout}," if not _is_dense(value) else "" if value.is_contiguous() else ", not contiguous,"
     return f"{value.numel()} {value.dtype}{layout} on {value.device}"

@@ -1,14 +1,12 @@
 """Check the files of a checkpoint before DeepSpeed loads it, so that a refused one changes nothing.
 
-DeepSpeed restores a checkpoint part by part. If a file turns out to be damaged in between, parts of the engine are from
-the checkpoint and others are not, and the other ranks wait for the one that has failed. So each rank first reads the
-structure of its two files, without the data of tensors, and the ranks agree on the result. Damaged data in a tensor is
-not noticed, as with stock. Universal checkpoints are not checked.
+DeepSpeed restores a checkpoint part by part: a damaged file would leave an engine of which only parts are restored, and
+ranks that wait for the one that has failed. So each rank first reads the structure of its two files, without the data
+of tensors, and the ranks agree on the result. Universal checkpoints are not checked.
 """
 
 from __future__ import annotations
 
-import inspect
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +20,7 @@ from deep_opt_states.zero.internals.compat import checkpoint_files
 
 
 class CheckpointError(ValueError):
-    """The error for a checkpoint that cannot be loaded: the rule, the value found and the remedy. Nothing changed."""
+    """The error for a checkpoint that cannot be loaded. Nothing changed."""
 
 
 def check_before_loading(engine: Any, args: Any, kwargs: Any) -> None:
@@ -31,19 +29,18 @@ def check_before_loading(engine: Any, args: Any, kwargs: Any) -> None:
     This is a collective over all ranks.
     """
     try:
-        call = inspect.signature(_load_checkpoint).bind(*args, **kwargs)
+        options = _options(*args, **kwargs)
     except TypeError:
         # DeepSpeed raises the same error, unless another package has replaced the method by one of its own.
         return
-    call.apply_defaults()
     if engine.load_universal_checkpoint():
         return
-    for rank, problem in enumerate(gather_values(_problem(engine, call.arguments))):
+    for rank, problem in enumerate(gather_values(_problem(engine, options))):
         if problem is not None:
             raise CheckpointError(f"{problem} (Found by rank {rank}. The engine is as it was before.)")
 
 
-def _load_checkpoint(
+def _options(
     load_dir: Any,
     tag: Any = None,
     load_module_strict: Any = True,
@@ -52,8 +49,9 @@ def _load_checkpoint(
     load_module_only: Any = False,
     custom_load_fn: Any = None,
     **_: Any,
-) -> None:
-    """Declare the parameters of DeepSpeed's method, and accept keywords that another package adds."""
+) -> dict[str, Any]:
+    """Return the arguments of DeepSpeed's method by name, and accept keywords that another package adds."""
+    return locals()
 
 
 def _problem(engine: Any, options: Mapping[str, Any]) -> str | None:
@@ -74,12 +72,12 @@ def _problem(engine: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def _problem_of_files(engine: Any, options: Mapping[str, Any], folder: Path, tag: str) -> str | None:
-    files = checkpoint_files(engine, str(folder), tag)
-    if not files.model:
+    of_model, num_files, of_optimizer = checkpoint_files(engine, str(folder), tag)
+    if not of_model:
         place = shown(str(folder / tag))
         return f"A checkpoint must have a file of this rank with the model's state, found none in {place}."
     loads_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
-    for path in [*files.model, *([files.optimizer] if loads_optimizer else [])]:
+    for path in [*of_model, *([of_optimizer] if loads_optimizer else [])]:
         if not path.is_file():
             return f"A checkpoint must have the file {path}, found {'something else' if path.exists() else 'nothing'}."
         try:
@@ -87,12 +85,10 @@ def _problem_of_files(engine: Any, options: Mapping[str, Any], folder: Path, tag
             saved = torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
             return f"The file {path} must be as torch.save wrote it, found one that cannot be read: {shown(error)}."
-        if path == files.optimizer:
+        if path == of_optimizer:
             problem = problem_of_optimizer(saved, engine.optimizer)
         else:
-            problem = problem_of_model(
-                saved, engine, options, loads_optimizer=loads_optimizer, num_files=files.num_model_parallel
-            )
+            problem = problem_of_model(saved, engine, options, loads_optimizer=loads_optimizer, num_files=num_files)
         if problem is not None:
             return f"The file {path} of a checkpoint must match this engine: {problem}."
     return None

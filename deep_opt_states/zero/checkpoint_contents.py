@@ -31,10 +31,8 @@ def problem_of_model(
     """
     if not isinstance(saved, dict) or not isinstance(saved.get("module"), Mapping):
         return f"it must have the model's state under 'module', found {shown(saved)}"
-    needed = ["dp_world_size"]
-    if not options["load_module_only"]:
-        needed += ["global_steps", "skipped_steps", "mp_world_size"]
-    for key in needed:
+    loads_all = not options["load_module_only"]
+    for key in ("dp_world_size", *(("global_steps", "skipped_steps", "mp_world_size") if loads_all else ())):
         if not isinstance(saved.get(key), int):
             return f"{key} must be an integer, found {shown(saved.get(key))}"
     # DeepSpeed compares them even where it does not use the number.
@@ -46,16 +44,15 @@ def problem_of_model(
             f"the states of {saved['dp_world_size']} data-parallel ranks can only be loaded by as many, found "
             f"{engine.seq_dp_world_size}; a universal checkpoint (ds_to_universal) can be loaded by any number"
         )
-    if not options["load_module_only"] and options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
+    if loads_all and options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
         if "lr_scheduler" not in saved:
             return f"it must have the LR scheduler's state under 'lr_scheduler', found {shown(saved)}"
         if (rule := problem_of_scheduler(engine.lr_scheduler, saved["lr_scheduler"])) is not None:
             return f"lr_scheduler: {rule}, found {shown(saved['lr_scheduler'])}"
+    problem = None
     if options["custom_load_fn"] is None and loads_optimizer and not engine.has_moe_layers:
         problem = _problem_of_module(saved["module"], engine.module, strict=options["load_module_strict"])
-        if problem is not None:
-            return problem
-    return _problem_of_frozen(saved.get("frozen_param_fragments"), engine)
+    return problem or _problem_of_frozen(saved.get("frozen_param_fragments"), engine)
 
 
 def _problem_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, strict: bool) -> str | None:
@@ -83,17 +80,12 @@ def _problem_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, str
 
 
 def _problem_of_frozen(saved: Any, engine: Any) -> str | None:
-    if saved is None:
-        return None
-    for param in engine.module.parameters():
+    for param in engine.module.parameters() if saved is not None else ():
         if not param.requires_grad and hasattr(param, "ds_tensor"):
-            name = engine.param_names.get(param)
+            name, numel = engine.param_names.get(param), param.ds_tensor.numel()
             found = saved.get(name) if isinstance(saved, Mapping) else None
-            if not _has_numel(found, param.ds_tensor.numel()):
-                return (
-                    f"the frozen parameter {name} must have {param.ds_tensor.numel()} elements on this rank, found "
-                    f"{_described(found)}"
-                )
+            if not _has_numel(found, numel):
+                return f"the frozen parameter {name} must have {numel} elements on this rank, found {_described(found)}"
     return None
 
 
@@ -103,11 +95,8 @@ def problem_of_optimizer(saved: Any, optimizer: Any) -> str | None:
     inner = states.get(OPTIMIZER_STATE_DICT) if isinstance(states, dict) else None
     if not isinstance(states, dict) or not isinstance(inner, dict):
         return f"it must have the optimizer's states under {OPTIMIZER_STATE_DICT!r}, found {shown(saved)}"
-    for key, kind in (
-        ("loss_scaler", LossScalerBase),
-        ("dynamic_loss_scale", bool),
-        ("overflow", (bool, torch.Tensor)),
-    ):
+    kinds = {"loss_scaler": LossScalerBase, "dynamic_loss_scale": bool, "overflow": (bool, torch.Tensor)}
+    for key, kind in kinds.items():
         if not isinstance(states.get(key), kind):
             return f"{key} must be as DeepSpeed saves it, found {shown(states.get(key))}"
     numels = [master.numel() for master in optimizer.fp32_partitioned_groups_flat]
@@ -118,8 +107,9 @@ def problem_of_optimizer(saved: Any, optimizer: Any) -> str | None:
     for index, (master, numel) in enumerate(zip(masters, numels, strict=True)):
         if not _has_numel(master, numel):
             return f"sub-group {index} must have {numel} elements, found {_described(master)}"
-    problem = _problem_of_param_groups(inner.get("param_groups"), optimizer)
-    return _problem_of_moments(inner.get("state"), numels) if problem is None else problem
+    return _problem_of_param_groups(inner.get("param_groups"), optimizer) or _problem_of_moments(
+        inner.get("state"), numels
+    )
 
 
 def _problem_of_moments(moments: Any, numels: Sequence[int]) -> str | None:
@@ -132,9 +122,8 @@ def _problem_of_moments(moments: Any, numels: Sequence[int]) -> str | None:
         if state and (state.get("step") is None or not _is_like(state["step"], 0)):
             return f"the state of sub-group {index} must have a number of steps, found {shown(state.get('step'))}"
         for key in MOMENTS if state else ():
-            if not _has_numel(state.get(key), numels[index]):
-                found = _described(state.get(key))
-                return f"{key} of sub-group {index} must have {numels[index]} elements, found {found}"
+            if not _has_numel(found := state.get(key), numels[index]):
+                return f"{key} of sub-group {index} must have {numels[index]} elements, found {_described(found)}"
     return None
 
 
@@ -163,9 +152,7 @@ def _is_like(value: Any, ours: Any) -> bool:
     if value is None or ours is None:
         return True
     if isinstance(ours, (list, tuple)):
-        if not isinstance(value, (list, tuple)):
-            return False
-        return all(_is_like(entry, ours[0]) for entry in value) if ours else True
+        return isinstance(value, (list, tuple)) and (not ours or all(_is_like(entry, ours[0]) for entry in value))
     if isinstance(ours, (Number, torch.Tensor)):
         return isinstance(value, (Number, torch.Tensor))
     return isinstance(value, type(ours))
@@ -178,15 +165,12 @@ def _described(value: Any) -> str:
 def shown(value: Any) -> str:
     """Return the beginning of ``value`` in one printable line."""
     try:
-        text = _text_of(value)
+        if isinstance(value, Exception):
+            text = f"{type(value).__name__}: {value}"
+        else:
+            text = f"the keys {sorted(map(str, value))}" if isinstance(value, dict) else repr(value)
     except Exception as error:  # noqa: BLE001 (an object from a file may raise anything)
         text = f"an object of type {type(value).__name__} whose text raises {type(error).__name__}"
     if len(text) > MAX_SHOWN:
         text = f"{text[:MAX_SHOWN]}..."
     return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def _text_of(value: Any) -> str:
-    if isinstance(value, Exception):
-        return f"{type(value).__name__}: {value}"
-    return f"the keys {sorted(map(str, value))}" if isinstance(value, dict) else repr(value)

@@ -10,23 +10,15 @@ from typing import Any
 
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import SWITCH
-from deep_opt_states.zero.internals.log import log_rank_0
-
-_logged_switched_off = False
+from deep_opt_states.zero.internals.log import log_rank_0_once
 
 
 def enabled_config(param_dict: dict[str, Any]) -> Config | None:
-    """Return our block of the user's JSON if the plugin is on.
-
-    Raise ``ConfigError`` for an invalid block, even if it is not enabled.
-    """
-    global _logged_switched_off
+    """Return our block of the user's JSON if the plugin is on. Raise ``ConfigError`` for any invalid block."""
     config = parse_config(param_dict)
     if config is None or not config.enabled:
         return None
     if os.environ.get(SWITCH) == "0":
-        if not _logged_switched_off:
-            log_rank_0(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
-            _logged_switched_off = True
+        log_rank_0_once(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
         return None
     return config

@@ -1,13 +1,12 @@
-"""Override the hooks of DeepSpeed's optimizer by which states and parameters are read, written, saved and loaded.
-
-Each of them waits until no update works on the states.
-"""
+"""Override the hooks of DeepSpeed's optimizer by which callers read, write, save and load its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -15,23 +14,21 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.checkpoint_contents import MOMENTS
 from deep_opt_states.zero.internals.agreement import wait_for_all_ranks
-from deep_opt_states.zero.internals.compat import flat_parameters
+from deep_opt_states.zero.internals.compat import all_gather_partitions, flat_parameters, partition_rank
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
 
 
 class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
-    """The mixin by which states are read and written only while no update works on them.
-
-    The sections are *Attributes that wait for the update before they are read*, *Readers and writers of states* and
-    *Checkpoints*.
-    """
+    """The mixin by which states, parameters and gradients are read and written only while no update works on them."""
 
     _assembly: Assembly
     _gathers: Gathers
+    _gradients: Gradients
     _running: RunningPlan
     _states: AssignedStates
     _update: Update
@@ -63,8 +60,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     # --- Readers and writers of states ---
 
     def get_full_hp_param(self, *args: Any, **kwargs: Any) -> Any:
-        # Every rank calls this. The ranks agree on a failure first, so that no rank raises alone and leaves the others
-        # waiting in the collective of ``super()``.
+        # Every rank calls this. The ranks agree on a failure first, so that no rank raises alone while others wait in
+        # the collective of ``super()``.
         self._update.synchronize_ranks(states=True)
         return super().get_full_hp_param(*args, **kwargs)
 
@@ -92,6 +89,50 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         super().reload_states(*args, **kwargs)
         self._running.memory.replace_params(flat_parameters(self))
+
+    # --- Readers and writers of gradients ---
+
+    def set_fp32_grad_for_param(self, value: Any, param: Any) -> None:
+        super().set_fp32_grad_for_param(value, param)
+        self._gradients.mark_set_by_user([param])
+
+    def set_local_grad_for_param(self, value: Any, param: Any) -> None:
+        super().set_local_grad_for_param(value, param)
+        self._gradients.mark_set_by_user([param])
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
+        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``, in fp32 and of the whole shape.
+
+        This is a collective over the ranks that share these parameters.
+        """
+        params = [param for param in param_list if param.requires_grad]
+        # The order of the collectives is stock's: sub-groups in the order in which they appear first.
+        by_sub_group: dict[int, list[Any]] = {}
+        for param in params:
+            by_sub_group.setdefault(self.grad_position[self.get_param_id(param)][0], []).append(param)
+        for param in (param for group in by_sub_group.values() for param in group):
+            partition, _ = self._get_fp32_grad_state_partition(param, release_swap_buffers=False)
+            whole = update_func(all_gather_partitions(self, param, partition), param).flatten()
+            partition.copy_(whole.narrow(0, partition.numel() * partition_rank(self, param), partition.numel()))
+        self._gradients.mark_set_by_user(params)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        self._wait_for_reduction()
+        return {
+            sub_group_id: {index: self._gradients.writable_fp32(param) for index, param in enumerate(group)}
+            for sub_group_id, group in enumerate(self.fp16_groups)
+        }
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        self._wait_for_reduction()
+        # A caller that lets stock release the swap buffers immediately only reads; the others are about to write.
+        partition = self._gradients.read(param) if release_swap_buffers else self._gradients.writable_fp32(param)
+        return partition, self.grad_position[self.get_param_id(param)][0]
+
+    def _wait_for_reduction(self) -> None:
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+            self._gradients.synchronize()
 
     # --- Checkpoints ---
 
@@ -135,8 +176,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def _empty_param_groups(self) -> None:
         """Let the wrapped optimizer have no parameters, as between steps.
 
-        Stock appends them while it saves or loads. If an interrupt ends that, the next checkpoint would have them twice
-        and could not be loaded.
+        Stock appends them while it saves or loads. After an interrupt there, the next checkpoint would hold them twice.
         """
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
@@ -144,7 +184,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def _adopt_loaded_states(self) -> None:
         """Copy the loaded moments into our memory: loading has replaced our tensors by new ones.
 
-        A checkpoint that stock saved before its first step has no moments. Training then starts from zeros.
+        A checkpoint of stock from before its first step has no moments. Training then starts from zeros.
         """
         self._states.adopt()
         if self._update.failed:

@@ -1,13 +1,12 @@
 """Create our optimizer where DeepSpeed would create its own, if the engine's config has our block.
 
-``activation.py`` calls the functions here from wrappers of DeepSpeed's methods. It checks the release of DeepSpeed
-before it imports this module, because the imports here need names that another release may lack.
+``activation.py`` calls these functions from wrappers of DeepSpeed's methods. It first checks the release of DeepSpeed,
+because the imports here need names that another release may lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,8 +29,8 @@ from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.refusals import (
     refuse_config,
-    refuse_engine,
     refuse_later_methods,
+    refuse_optimizer,
     refuse_rules_without_effect,
 )
 from deep_opt_states.zero.start.release import missing_names_are_refused, warn_of_untested_release
@@ -42,15 +41,15 @@ from deep_opt_states.zero.step.direct_writes import checks_direct_writes
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
     """Replace ``DeepSpeedEngine._configure_zero_optimizer`` for an engine whose config has our block.
 
-    This is a collective over all ranks. A rank whose config lacks the block does not call it; the other ranks cannot
-    distinguish that rank from a late one, and wait.
+    This is a collective over all ranks: if the config of a rank lacks the block, the others wait for it.
     """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         return wrapped(*args, **kwargs)
+    switches = f"on, with {CHECK_SWITCH}=1" if checks_direct_writes() else "on"
     # Before stock's constructor, whose collectives a rank that refuses would never reach.
     choice = same_on_all_ranks(
-        lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else _switches()
+        lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else switches
     )
     if choice is None:
         return wrapped(*args, **kwargs)
@@ -62,13 +61,14 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:
         unsynchronize_throughput_timer(config_of(engine))
-    with _stage3_class(partial(DeepOptimizerStates_Stage3, config, accelerator, EngineProgress(engine))):
+    # The engine imports the class by its name when it creates its optimizer.
+    stock = stage3.DeepSpeedZeroOptimizer_Stage3
+    ours = partial(DeepOptimizerStates_Stage3, config, accelerator, EngineProgress(engine))
+    try:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = ours
         return wrapped(*args, **kwargs)
-
-
-def _switches() -> str:
-    """Describe the switches that must be the same on every rank."""
-    return f"on, with {CHECK_SWITCH}=1" if checks_direct_writes() else "on"
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = stock
 
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
@@ -77,7 +77,7 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
     if config is None:
         return None
     refuse_config(config_of(engine))
-    refuse_engine(engine, basic_optimizer)
+    refuse_optimizer(basic_optimizer)
     return config, choose_device()
 
 
@@ -85,9 +85,9 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
 def check_config(ds_config: Any) -> None:
     """Check every ``DeepSpeedConfig`` that has our block. Raise ``ConfigError`` or ``Unsupported``.
 
-    ``deepspeed.zero.Init`` also reads the config, and partitions the model by it: an error before that is better than
-    an error after it. The requirements of the plugin only concern an engine with an optimizer. Here, only
-    ``"optimizer"`` in the config shows that there will be one; ``check_engine`` checks all other engines.
+    ``deepspeed.zero.Init`` also reads the config, and partitions the model by it: the error should come before that.
+    The rules concern engines with an optimizer, which only ``"optimizer"`` in the config shows here; ``check_engine``
+    checks all other engines.
     """
     config = enabled_config(param_dict(ds_config))
     if config is not None and ds_config.optimizer_name is not None:
@@ -98,11 +98,9 @@ def check_config(ds_config: Any) -> None:
 def check_engine(engine: Any, model: Any) -> None:
     """Check an engine for ``model`` whose config has our block, before it partitions the model.
 
-    An engine without an optimizer has the block if its config is derived from the config of the training: TRL's
-    reference model, a teacher, an evaluation. It runs as stock DeepSpeed, and the other settings in its config are not
-    checked. Raise ``ConfigError`` or ``Unsupported``.
-
-    With an optimizer, this is a collective over all ranks: if one rank refuses the engine, all ranks raise.
+    An engine without an optimizer, such as TRL's reference model, may have the config of the training. It runs as stock
+    DeepSpeed, and nothing is checked. With an optimizer, this is a collective over all ranks: if one rank refuses the
+    engine, all ranks raise. Raise ``ConfigError`` or ``Unsupported``.
     """
     if engine.client_optimizer or engine.optimizer_name():
         # DeepSpeed sets the device of this rank only later, and NCCL needs it now.
@@ -133,14 +131,3 @@ def check_checkpoint(engine: Any, args: Any, kwargs: Any) -> None:
     """
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(engine, args, kwargs)
-
-
-@contextmanager
-def _stage3_class(replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace stock's optimizer class in its module: the engine imports it by name when it creates its optimizer."""
-    stock = stage3.DeepSpeedZeroOptimizer_Stage3
-    stage3.DeepSpeedZeroOptimizer_Stage3 = replacement
-    try:
-        yield
-    finally:
-        stage3.DeepSpeedZeroOptimizer_Stage3 = stock

@@ -8,8 +8,8 @@ Persistent parameters, which DeepSpeed keeps gathered, are updated when ``step()
 while the next forward runs (see ``step/update.py`` for the life of an update). Every reader or writer of
 parameters, states or gradients waits until no update is in flight.
 
-Two mixins override the hooks that are called outside the training loop: ``GuardedStates`` for readers and writers of
-states and for checkpoints, ``UserGradients`` for users who read and set gradients.
+Its mixin ``GuardedStates`` overrides the hooks that are called outside the training loop: for readers and writers of
+states, for checkpoints, and for users who read and set gradients.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ from deep_opt_states.zero.step.gpu_memory import GpuMemory, WatchedForwards
 from deep_opt_states.zero.step.norms import Norms
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
-from deep_opt_states.zero.user_gradients import UserGradients
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 
 
-class DeepOptimizerStates_Stage3(UserGradients, GuardedStates):
+class DeepOptimizerStates_Stage3(GuardedStates):
     """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
 
     Constructing one is a collective over all ranks, which raises the errors of ``assemble``. Then everything that was

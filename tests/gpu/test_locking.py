@@ -9,7 +9,7 @@ import pytest
 
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.slab import HostMemoryError
-from deep_opt_states.zero.start.host_memory import check_locking
+from deep_opt_states.zero.start.node_share import check_locking
 
 LIMIT_BYTES = 64 * 2**10
 STATES_BYTES = 64 * 2**20

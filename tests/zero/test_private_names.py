@@ -1,7 +1,7 @@
 """Check that the plugin uses DeepSpeed's private names in ``zero/internals/`` only.
 
 A private name begins with an underscore. DeepSpeed may change it in any release, so one folder has all of them. Two
-kinds of use are allowed elsewhere: ``stage3.py`` and the two files of its base classes override private hooks of
+kinds of use are allowed elsewhere: ``stage3.py`` and the file of its base class override private hooks of
 DeepSpeed's optimizer under their names and call the overridden hook through ``super()``; ``activation.py`` names the
 methods that it wraps in strings. ``private_names.py`` lists all of them, so that the plugin finds out whether a release
 of DeepSpeed that was never tried has them.
@@ -35,7 +35,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "deep_opt_states"
 INTERNALS = PACKAGE / "zero" / "internals"
 STOCK = DeepSpeedZeroOptimizer_Stage3.__name__
 
-OUR_BASES = {"GuardedStates": "zero/guarded_states.py", "UserGradients": "zero/user_gradients.py"}
+OUR_BASES = {"GuardedStates": "zero/guarded_states.py"}
 """Our classes between DeepSpeed's optimizer and ours, each derived from the one before."""
 
 ALLOWED_NAMES = {
@@ -207,7 +207,7 @@ SEEDED = {
         "_pre_step",
     ),
     "an attribute that a subclass of ours inherits from DeepSpeed": (
-        "class Ours(UserGradients):\n    def step(self): return self._get_param_coordinator()",
+        "class Ours(GuardedStates):\n    def step(self): return self._get_param_coordinator()",
         "_get_param_coordinator",
     ),
     "a method of DeepSpeed's class": (f"method = {STOCK}._set_state", "_set_state"),
@@ -224,7 +224,7 @@ ALLOWED = {
     "an attribute of self": "class Ours:\n    def __init__(self): self._x = 1\n    def f(self): return self._x",
     "an attribute of another object of ours": "class Ours:\n    _x = 1\ndef f(ours): return ours._x",
     "an overridden hook": f"class Ours({STOCK}):\n    def _pre_step(self): super()._pre_step()",
-    "a method that a base of ours adds": "class Ours(UserGradients):\n    def step(self): self._wait_for_states()",
+    "a method that a base of ours adds": "class Ours(GuardedStates):\n    def step(self): self._wait_for_states()",
     "an attribute that the subclass adds": (
         f"class Ours({STOCK}):\n    def step(self):\n        self._ours = 1\n        self._ours"
     ),

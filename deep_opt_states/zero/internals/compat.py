@@ -1,17 +1,14 @@
 """Read what DeepSpeed keeps under private names.
 
 The functions read, call or replace private attributes of DeepSpeed's objects, and of PyTorch's modules and optimizers,
-so that a new release of DeepSpeed is compared with this folder only. ``coordinator.py`` does the same for the object
-that gathers parameters. The hooks that ``stage3.py`` and its base classes override are the only other private names in
-use. What older releases lack is in ``older.py``.
+so that a new release of DeepSpeed is compared with this folder only. The hooks that ``stage3.py`` and its base classes
+override are the only other private names in use. What older releases lack is in ``older.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,33 +35,19 @@ def config_of(engine: Any) -> Any:
     return engine._config
 
 
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """The files of a rank that a load reads.
+def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], int, Path]:
+    """Return the files with the model's state that this rank loads, the number of all such files, and the optimizer's.
 
-    ``model`` are those with the model's state: several only if another number of ranks shared a model when they were
-    saved, and none if the checkpoint has no file of this rank. ``num_model_parallel`` is the number of files of all
-    ranks that shared the model. ``optimizer`` is the file with the optimizer's states.
+    The first are several only if another number of ranks shared a model when they were saved, and none if the
+    checkpoint has no file of this rank.
     """
-
-    model: list[Path]
-    num_model_parallel: int
-    optimizer: Path
-
-
-def checkpoint_files(engine: Any, folder: str, tag: str) -> CheckpointFiles:
-    """Return the files of this rank that a load of this tag reads."""
-    own, found = (
-        Path(engine._get_ckpt_name(folder, tag)),
-        [Path(name) for name in engine._get_all_ckpt_names(folder, tag)],
-    )
+    own = Path(engine._get_ckpt_name(folder, tag))
+    found = [Path(name) for name in engine._get_all_ckpt_names(folder, tag)]
     optimizer = Path(engine._get_zero_ckpt_name(folder, tag))
     old_name = optimizer.with_name(optimizer.name.replace("_optim_states.pt", "optim_states.pt"))
-    return CheckpointFiles(
-        model=[own] if own in found else found,
-        num_model_parallel=len(found),
-        optimizer=old_name if old_name.exists() and not optimizer.exists() else optimizer,
-    )
+    if old_name.exists() and not optimizer.exists():
+        optimizer = old_name
+    return [own] if own in found else found, len(found), optimizer
 
 
 def has_custom_loading(module: torch.nn.Module) -> bool:
@@ -76,18 +59,17 @@ def has_custom_loading(module: torch.nn.Module) -> bool:
 
 
 def _is_method_of_torch_nn(method: Any) -> bool:
-    """Return whether ``torch.nn`` defines the method. Its own overrides, as of BatchNorm, read older state dicts.
+    """Return whether ``torch.nn`` defines the method, also as an override for older state dicts, such as BatchNorm's.
 
     A wrapper of ``functools.wraps`` has the name of the module whose method it wraps, but is not this method.
     """
-    defined_in: str | None = getattr(method, "__module__", None)
-    return defined_in is not None and defined_in.startswith("torch.nn.") and not hasattr(method, "__wrapped__")
+    return (getattr(method, "__module__", None) or "").startswith("torch.nn.") and not hasattr(method, "__wrapped__")
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
     """Return how many hooks are registered that PyTorch's ``optimizer.step()`` would call."""
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return sum(len(getattr(optimizer, name, ())) for name in hooks)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return sum(len(getattr(optimizer, name, ())) for name in names)
 
 
 # The stage-3 optimizer. ``optimizer`` is a ``DeepSpeedZeroOptimizer_Stage3``.
@@ -107,16 +89,11 @@ def is_boundary(optimizer: Any) -> bool:
 
 def norm_dtype() -> torch.dtype:
     """Return the dtype in which stock computes norms of gradients."""
-    found = getattr(zero_utils, "get_norm_dtype", older.norm_dtype_before_0_19_6)()
-    assert isinstance(found, torch.dtype)
-    return found
+    return getattr(zero_utils, "get_norm_dtype", older.norm_dtype_before_0_19_6)()
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:
-    """Drop the buffer in which stock would sum gradients over micro-batches.
-
-    No method of stock that still runs reads the buffer; ``get_state_devices`` reads its device only.
-    """
+    """Drop the buffer in which stock would sum gradients. Methods of stock that still run only read its device."""
     optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype, device="cpu")
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
@@ -128,14 +105,13 @@ def add_grad_hooks(optimizer: Any, handles: Iterable[Any]) -> None:
 
 def flat_parameters(optimizer: Any) -> list[torch.Tensor]:
     """Return the flat 16-bit buffers, by sub-group, without the wait of ``WaitsBeforeRead``."""
-    buffers: list[torch.Tensor] = vars(optimizer)["fp16_partitioned_groups_flat"]
-    return buffers
+    return vars(optimizer)["fp16_partitioned_groups_flat"]
 
 
 def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
     """Make the partitions of the sub-group's parameters views of its flat 16-bit buffer again.
 
-    Stock's ``_unflatten_partitioned_parameters`` does so, too, but it would wait for flushes in flight.
+    Stock's ``_unflatten_partitioned_parameters`` also does this, but it would wait for flushes in flight.
     """
     params = vars(optimizer)["fp16_partitioned_groups"][sub_group_id]
     for param, view in zip(params, optimizer.unflatten(flat_parameters(optimizer)[sub_group_id], params), strict=True):
@@ -146,18 +122,13 @@ def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
 def waits_for_current_stream(accelerator: Any) -> Iterator[None]:
     """Let DeepSpeed wait for the current stream inside this context where it waits for the whole device.
 
-    It does so after it has gathered the persistent parameters, and would then wait for the copies of an update, too.
-    The current stream has waited for the gather.
+    It does so after it has gathered the persistent parameters, and would then also wait for the copies of an update.
+    The current stream has waited for the gather. An accelerator without streams stays as it is.
     """
     if accelerator.resolves_data_dependency():
-        # An accelerator without streams.
         yield
         return
-
-    def synchronize(device_index: Any = None) -> None:
-        accelerator.current_stream(device_index).synchronize()
-
-    accelerator.synchronize = synchronize
+    accelerator.synchronize = lambda device_index=None: accelerator.current_stream(device_index).synchronize()
     try:
         yield
     finally:
@@ -168,54 +139,45 @@ def partition_rank(optimizer: Any, param: Parameter) -> int:
     """Return this rank's position among the ranks that share ``param``: the index of its partition."""
     if not hasattr(optimizer, "_get_param_partition_rank"):
         return older.partition_rank_before_0_19_3(optimizer)
-    rank: int = optimizer._get_param_partition_rank(param)
-    return rank
+    return optimizer._get_param_partition_rank(param)
 
 
 def has_gradient_here(optimizer: Any, param: Parameter) -> bool:
     """Return whether this rank's partition of ``param`` holds more than padding; the rule of ``partition_grads``."""
-    begin: int = param.partition_numel() * partition_rank(optimizer, param)
-    return begin < param.ds_numel
+    return param.partition_numel() * partition_rank(optimizer, param) < param.ds_numel
 
 
 def is_its_own_partition(param: Parameter) -> bool:
-    """Return whether one rank has all of ``param``: when gathered, it has the memory of its partition."""
+    """Return whether one rank holds all of ``param``: when gathered, it has the memory of its partition."""
     return bool(param.ds_tensor.numel() == param.ds_numel)
 
 
 def place_of_gradient(optimizer: Any, param: Parameter) -> tuple[int, int, int]:
     """Return the sub-group of ``param``, the position of its first element there, and its length on this rank."""
-    sub_group, begin, numel = optimizer.grad_position[optimizer.get_param_id(param)]
-    return sub_group, begin, numel
+    return tuple(optimizer.grad_position[optimizer.get_param_id(param)])
 
 
 def all_gather_partitions(optimizer: Any, param: Parameter, partition: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, of the shape of ``param``, of which each rank has a ``partition``.
-
-    This is a collective over the ranks that share ``param``.
-    """
-    whole: torch.Tensor = optimizer._fp32_state_allgather(param, partition)
-    return whole
+    """Return the whole tensor, in the shape of ``param``; a collective over the ranks that hold a ``partition``."""
+    return optimizer._fp32_state_allgather(param, partition)
 
 
 def l2_norm(optimizer: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Return the L2 norm of ``tensor``, computed in the order in which stock computes it."""
-    norm: torch.Tensor = optimizer._constant_buffered_norm2(tensor)
-    return norm
+    return optimizer._constant_buffered_norm2(tensor)
 
 
 def sub_group_process_group(optimizer: Any, sub_group_id: int) -> Any:
     """Return the process group whose ranks share the parameters of the sub-group."""
-    if not hasattr(optimizer, "_get_sub_group_process_group"):
-        return older.process_group_before_0_19_3(optimizer)
-    return optimizer._get_sub_group_process_group(sub_group_id)
+    # Before 0.19.3, the ranks of all sub-groups are the same.
+    find = getattr(optimizer, "_get_sub_group_process_group", lambda sub_group_id: optimizer.dp_process_group)
+    return find(sub_group_id)
 
 
 def expert_parallel_group(optimizer: Any, params: list[Parameter]) -> Any:
-    """Return the expert-parallel group of ``params``, or None if they are no experts."""
-    if not hasattr(optimizer, "_autoep_expert_parallel_group"):
-        return older.expert_parallel_group_before_0_19_3()
-    return optimizer._autoep_expert_parallel_group(params)
+    """Return the expert-parallel group of ``params``, or None if they are no experts, as before 0.19.3."""
+    find = getattr(optimizer, "_autoep_expert_parallel_group", lambda params: None)
+    return find(params)
 
 
 def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> None:
@@ -226,8 +188,7 @@ def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> 
 def partitions_by_name(optimizer: Any) -> list[list[Partition]]:
     """Return this rank's partition of each parameter, by sub-group and in the order of the flat buffers.
 
-    A parameter that the model holds under several names is listed by the first of them. Persistent parameters are small
-    ones that DeepSpeed keeps gathered, by ``stage3_param_persistence_threshold``.
+    A parameter that the model holds under several names is listed by the first of them.
     """
     names = {param.ds_id: name for name, param in optimizer.module.named_parameters()}
     persistent = _persistent_ids(optimizer)
@@ -240,19 +201,14 @@ def partitions_by_name(optimizer: Any) -> list[list[Partition]]:
 def ranges_of_partitioned_params(optimizer: Any) -> dict[int, tuple[int, int, int]]:
     """Return the sub-group, the begin and the end of each parameter that is not persistent, by ``ds_id``."""
     persistent = _persistent_ids(optimizer)
-    return {
-        param.ds_id: (sub_group, begin, end)
-        for param, sub_group, begin, end in _placed(optimizer)
-        if param.ds_id not in persistent
-    }
-
-
-def _placed(optimizer: Any) -> Iterator[tuple[Parameter, int, int, int]]:
-    """Yield each parameter with its sub-group and the range [begin, end) of its partition there."""
+    ranges = {}
     for sub_group, group in enumerate(optimizer.fp16_groups):
-        borders = [0, *accumulate(param.partition_numel() for param in group)]
-        for param, (begin, end) in zip(group, pairwise(borders), strict=True):
-            yield param, sub_group, begin, end
+        end = 0
+        for param in group:
+            begin, end = end, end + param.partition_numel()
+            if param.ds_id not in persistent:
+                ranges[param.ds_id] = sub_group, begin, end
+    return ranges
 
 
 def _persistent_ids(optimizer: Any) -> set[int]:

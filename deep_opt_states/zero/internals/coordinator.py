@@ -30,10 +30,7 @@ class Coordinator:
         """The number of modules at the front of the trace that forward has fetched; backward fetches the others."""
 
     def wrap_fetch(self, wrapper: Callable[..., Any]) -> Callable[[], object]:
-        """Call ``wrapper(fetch, module, forward)`` in place of ``fetch_sub_module``.
-
-        Return a function that removes the wrapper.
-        """
+        """Call ``wrapper(fetch, module, forward)`` in place of ``fetch_sub_module``, until the result is called."""
         fetch = self._coordinator.fetch_sub_module
         # DeepSpeed passes ``forward`` by name.
         self._coordinator.fetch_sub_module = lambda module, forward: wrapper(fetch, module, forward)
@@ -41,7 +38,7 @@ class Coordinator:
 
     def gather_after_current_stream(self) -> None:
         """Make all-gathers that are issued from now on wait for the work that is on the current stream now."""
-        # There is no such stream on an accelerator that executes each operation when it is issued.
+        # An accelerator that executes each operation when it is issued lacks this stream.
         if (gathering := self._coordinator._PartitionedParameterCoordinator__allgather_stream) is not None:
             gathering.wait_stream(get_accelerator().current_stream())
 
@@ -51,10 +48,10 @@ class Coordinator:
             self._modules_in_forward = len(self._coordinator._PartitionedParameterCoordinator__submodule_order)
 
     def uses(self) -> list[int] | None:
-        """Return the ``ds_id`` of the parameters that forward gathers, once per use and in the order of the uses.
+        """Return a ``ds_id`` per use of a parameter by forward, in order, and then the rest of the trace.
 
-        All other parameters of the trace follow. Return None until DeepSpeed has recorded a trace. The result is the
-        same on every rank: DeepSpeed compares the traces of the ranks.
+        Return None until DeepSpeed has recorded a trace. The result is the same on every rank: DeepSpeed compares the
+        traces of the ranks.
         """
         if not self._coordinator.is_complete_trace():
             return None
@@ -83,18 +80,15 @@ class Coordinator:
         """Limit how far a fetch inside this context gathers ahead: up to the first parameter that ``is_excluded``.
 
         ``fetched`` are the parameters of the module itself. DeepSpeed takes the next parameters from the front of its
-        trace until they have as many elements as its prefetch bucket; the bucket is made smaller for this fetch.
+        trace until they fill its prefetch bucket, which is made smaller for this fetch.
         """
         bucket_numel = getattr(self._coordinator, self._BUCKET)
         seen = {param.ds_id for param in fetched}
         numel = 0
-        for entry in self._coordinator._PartitionedParameterCoordinator__param_queue or ():
-            param = entry.param
-            if numel >= bucket_numel:
-                break
+        for param in (entry.param for entry in self._coordinator._PartitionedParameterCoordinator__param_queue or ()):
             if param.ds_id in seen or not self.is_partitioned(param):
                 continue
-            if is_excluded(param):
+            if numel >= bucket_numel or is_excluded(param):
                 break
             seen.add(param.ds_id)
             numel += param.ds_numel

@@ -1,25 +1,26 @@
-"""Log through DeepSpeed's logger, with a prefix that names this plugin."""
+"""Log through DeepSpeed's logger, with a prefix that names this plugin.
+
+The level is one that the logger shows by default, so that no change of the update goes unnoticed.
+"""
 
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 from deepspeed.utils import log_dist, logger
 
 
 def log_rank_0(message: str) -> None:
-    """Log ``message`` on rank 0.
-
-    The level is one that DeepSpeed's logger shows by default, so that no change of the update goes unnoticed.
-    """
+    """Log ``message`` on rank 0."""
     log_dist(f"[deep_opt_states] {message}", ranks=[0], level=logging.WARNING)
 
 
-def log_this_rank(message: str) -> None:
-    """Log ``message`` with the rank that calls this, at the level of ``log_rank_0``.
+log_rank_0_once = cache(log_rank_0)
 
-    This also works when the process group is destroyed, for example when the process exits.
-    """
+
+def log_this_rank(message: str) -> None:
+    """Log ``message`` with the rank that calls this, even if the process group no longer exists."""
     log_dist(f"[deep_opt_states] {message}", ranks=[-1], level=logging.WARNING)
 
 

@@ -7,7 +7,6 @@ these are, and read the few that are checked here. Nothing is known about other 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 
@@ -20,55 +19,40 @@ VALUES_OF_PLATEAU = {"mode": ("min", "max"), "threshold_mode": ("rel", "abs")}
 
 def problem_of_scheduler(scheduler: Any, saved: Any) -> str | None:
     """Return the rule that ``saved`` breaks, or None if ``scheduler.load_state_dict(saved)`` can load it."""
+    if not isinstance(saved, dict):
+        saves_dict = isinstance(scheduler.state_dict(), dict)
+        return f"the state of a {type(scheduler).__name__} must be a dict" if saves_dict else None
     # Read from the object: a wrapper may forward its attributes to the scheduler inside.
     defined_in = getattr(scheduler.load_state_dict, "__module__", None)
-    if not isinstance(saved, dict):
-        return f"the state of a {type(scheduler).__name__} must be a dict" if _saves_dict(scheduler) else None
     if hasattr(scheduler.load_state_dict, "__wrapped__"):
         return None
     if defined_in == lr_schedules.__name__:
         number = isinstance(saved.get("last_batch_iteration"), (Number, torch.Tensor))
         return None if number else "last_batch_iteration must be a number"
-    if defined_in == lr_scheduler.__name__:
-        return _problem_for_torch(scheduler, saved)
-    return None
-
-
-def _saves_dict(scheduler: Any) -> bool:
-    return isinstance(scheduler.state_dict(), dict)
+    return _problem_for_torch(scheduler, saved) if defined_in == lr_scheduler.__name__ else None
 
 
 def _problem_for_torch(scheduler: Any, saved: dict[str, Any]) -> str | None:
     if isinstance(scheduler, (lr_scheduler.LambdaLR, lr_scheduler.MultiplicativeLR)):
-        return _problem_of_functions(scheduler.lr_lambdas, saved)
-    if isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
-        return _problem_of_schedulers(scheduler._schedulers, saved)
-    if isinstance(scheduler, lr_scheduler.CyclicLR):
+        states = saved.get("lr_lambdas")
+        if not isinstance(states, (list, tuple)):
+            return "lr_lambdas must be a list of states"
+        # PyTorch skips None, also where we have no function.
+        if not all(map(_can_update, [*scheduler.lr_lambdas, *[None] * len(states)], states)):
+            return "each of lr_lambdas must be None, or the attributes of such a function as ours"
+    elif isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):
+        states, schedulers = saved.get("_schedulers"), scheduler._schedulers
+        if not isinstance(states, (list, tuple)) or len(states) > len(schedulers):
+            return f"_schedulers must be a list of at most {len(schedulers)} states"
+        return next(filter(None, map(problem_of_scheduler, schedulers, states)), None)
+    elif isinstance(scheduler, lr_scheduler.CyclicLR):
         known = "_scale_fn_custom" in saved and _can_update(scheduler._scale_fn_custom, saved["_scale_fn_custom"])
         return None if known else "_scale_fn_custom must be None, or the attributes of such a function as ours"
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+    elif isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         for key, values in VALUES_OF_PLATEAU.items():
             if key in saved and saved[key] not in values:
                 return f"{key} must be one of {', '.join(values)}"
     return None
-
-
-def _problem_of_functions(functions: Sequence[Any], saved: dict[str, Any]) -> str | None:
-    states = saved.get("lr_lambdas")
-    if not isinstance(states, (list, tuple)):
-        return "lr_lambdas must be a list of states"
-    # PyTorch skips None, also where we have no function.
-    if not all(map(_can_update, [*functions, *[None] * len(states)], states)):
-        return "each of lr_lambdas must be None, or the attributes of such a function as ours"
-    return None
-
-
-def _problem_of_schedulers(schedulers: Sequence[Any], saved: dict[str, Any]) -> str | None:
-    states = saved.get("_schedulers")
-    if not isinstance(states, (list, tuple)) or len(states) > len(schedulers):
-        return f"_schedulers must be a list of at most {len(schedulers)} states"
-    problems = (problem_of_scheduler(inner, state) for inner, state in zip(schedulers, states, strict=False))
-    return next(filter(None, problems), None)
 
 
 def _can_update(function: Any, state: Any) -> bool:

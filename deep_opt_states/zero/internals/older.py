@@ -1,11 +1,8 @@
 """Do what older releases of DeepSpeed lack, or do under another name.
 
-Each function is named after the first release that does not need it. Where a release lacks a name, ``compat.py`` and
-its neighbours call the function here instead.
-
-Other differences need no function. The powers of beta before 0.19 are found by trying, together with the rest of the
-op's arithmetic (``device/kernels/arithmetic.py``). Before 0.19.8, ``step()``, which is stock's, goes on after a norm
-that is inf or NaN. Features that a release lacks are refused (``start/refusals.py``).
+Each function is named after the first release that does not need it. Other differences need no function: the powers of
+beta before 0.19 are found by trying (``device/kernels/arithmetic.py``); before 0.19.8, ``step()``, which is stock's,
+goes on after a norm that is inf or NaN; and features that a release lacks are refused (``start/refusals.py``).
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ from deepspeed import comm as dist
 
 
 def range_push_before_0_19_0(accelerator: Any, name: str) -> None:
-    """Begin an NVTX range; later releases have a domain of their own."""
+    """Start an NVTX range; later releases have a domain of their own."""
     accelerator.range_push(name)
 
 
 def range_pop_before_0_19_0(accelerator: Any) -> None:
-    """End the NVTX range that was begun last."""
+    """End the NVTX range that was started last."""
     accelerator.range_pop()
 
 
@@ -39,12 +36,3 @@ def norm_dtype_before_0_19_6() -> torch.dtype:
 def partition_rank_before_0_19_3(optimizer: Any) -> int:
     """Return this rank's position among the ranks that share a parameter: all parameters have the same ranks."""
     return int(dist.get_rank(group=optimizer.dp_process_group))
-
-
-def expert_parallel_group_before_0_19_3() -> None:
-    """Return None: no parameters are experts, because AutoEP with ZeRO-3 exists since that release."""
-
-
-def process_group_before_0_19_3(optimizer: Any) -> Any:
-    """Return the process group whose ranks share the parameters of any sub-group."""
-    return optimizer.dp_process_group

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,36 +18,11 @@ from deepspeed.runtime.zero.partition_parameters import Init
 
 from deep_opt_states.zero.internals.compat import Parameter
 
-
-class PartitionHooks(Protocol):
-    """The hooks of one engine. Each receives all parameters of a call, also those of other models."""
-
-    def before_all_gather(self, params: Sequence[Parameter]) -> None:
-        """Prepare a gather by any other reader than forward and backward."""
-
-    def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
-        """Prepare a gather by forward or backward, whose stream is current."""
-
-    def before_write(self, params: Sequence[Parameter]) -> None:
-        """Prepare a write to partitions. The caller has written to the gathered parameters."""
-
-    def before_new_engine(self, params: Sequence[Parameter]) -> None:
-        """Prepare another engine for these parameters, which reads partitions; every rank calls this."""
-
-
-_REGISTERED: WeakKeyDictionary[PartitionHooks, None] = WeakKeyDictionary()
+_REGISTERED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
 """The hooks of all engines in the order of their creation, which is the same on every rank: hooks call collectives.
 
 The references are weak, so that an engine without ``destroy()`` is freed.
 """
-
-
-def before_new_engine(module: torch.nn.Module) -> None:
-    """Call the hooks of the engines that have parameters of ``module``, for which another engine is created."""
-    params = [param for param in module.parameters() if hasattr(param, "ds_id")]
-    for hooks in list(_REGISTERED):
-        hooks.before_new_engine(params)
-
 
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
 """Whether ``_all_gather`` runs."""
@@ -56,18 +31,26 @@ _REPLACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """DeepSpeed's methods by name, each with the method that replaces it."""
 
 
-def register(hooks: PartitionHooks) -> Callable[[], None]:
-    """Call ``hooks`` from now on. Return a function that removes them."""
-    # ``all_gather_coalesced`` is no method of ``Init``. It begins with ``_ensure_availability_of_partitioned_params``,
-    # as ``_all_gather`` does.
-    for name, hooked in (
-        ("_all_gather", _hooked_all_gather),
-        ("_ensure_availability_of_partitioned_params", _hooked_coalesced),
-        ("_partition", _hooked_partition),
-    ):
+def _call(hook: str, params: Sequence[Parameter]) -> None:
+    for hooks in list(_REGISTERED):
+        getattr(hooks, hook)(params)
+
+
+def before_new_engine(module: torch.nn.Module) -> None:
+    """Call the hooks of all engines before another one is created for ``module``, whose parameters they may share."""
+    _call("before_new_engine", [param for param in module.parameters() if hasattr(param, "ds_id")])
+
+
+def register(hooks: Any) -> Callable[[], None]:
+    """Call the hooks of one engine from now on, and return a function that removes them.
+
+    ``hooks.before_all_gather``, ``before_all_gather_coalesced`` (by forward or backward, whose stream is current),
+    ``before_write`` (by a caller) and ``before_new_engine`` receive all parameters of a call, also of other models.
+    """
+    for name, replacement in _REPLACEMENTS.items():
         if name not in _REPLACED:
             method = getattr(Init, name)
-            _REPLACED[name] = method, hooked(method)
+            _REPLACED[name] = method, _bound(replacement, method)
             setattr(Init, name, _REPLACED[name][1])
     _REGISTERED[hooks] = None
 
@@ -84,43 +67,41 @@ def register(hooks: PartitionHooks) -> Callable[[], None]:
     return remove
 
 
-def _hooked_all_gather(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def all_gather(init: Any, param_list: Sequence[Parameter], *args: Any, **kwargs: Any) -> Any:
-        for hooks in list(_REGISTERED):
-            hooks.before_all_gather(param_list)
-        try:
-            _IN_ALL_GATHER.set(True)
-            return method(init, param_list, *args, **kwargs)
-        finally:
-            _IN_ALL_GATHER.set(False)
-
-    return all_gather
+def _bound(replacement: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(method)(lambda *args, **kwargs: replacement(method, *args, **kwargs))
 
 
-def _hooked_coalesced(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def ensure_availability(init: Any, params: Sequence[Parameter]) -> Any:
-        if not _IN_ALL_GATHER.get():
-            for hooks in list(_REGISTERED):
-                hooks.before_all_gather_coalesced(params)
-        return method(init, params)
-
-    return ensure_availability
+def _all_gather(method: Any, init: Any, param_list: Sequence[Parameter], *args: Any, **kwargs: Any) -> Any:
+    _call("before_all_gather", param_list)
+    try:
+        _IN_ALL_GATHER.set(True)
+        return method(init, param_list, *args, **kwargs)
+    finally:
+        _IN_ALL_GATHER.set(False)
 
 
-def _hooked_partition(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def partition(
-        init: Any,
-        param_list: Sequence[Parameter],
-        force: bool = False,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> Any:
-        if has_been_updated:
-            for hooks in list(_REGISTERED):
-                hooks.before_write(param_list)
-        return method(init, param_list, force, has_been_updated, free_data)
+def _ensure_availability(method: Any, init: Any, params: Sequence[Parameter]) -> Any:
+    if not _IN_ALL_GATHER.get():
+        _call("before_all_gather_coalesced", params)
+    return method(init, params)
 
-    return partition
+
+def _partition(
+    method: Any,
+    init: Any,
+    param_list: Sequence[Parameter],
+    force: bool = False,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> Any:
+    if has_been_updated:
+        _call("before_write", param_list)
+    return method(init, param_list, force, has_been_updated, free_data)
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "_all_gather": _all_gather,
+    # ``all_gather_coalesced`` is no method of ``Init``. It starts with this one, as ``_all_gather`` does.
+    "_ensure_availability_of_partitioned_params": _ensure_availability,
+    "_partition": _partition,
+}

@@ -1,7 +1,7 @@
 """List the hooks and the private names of DeepSpeed that the plugin uses, and look for them in another release.
 
 The source is read, because DeepSpeed's decorators hide the parameters of many methods. ``test_private_names.py`` checks
-that the list has every name that the plugin uses.
+that no name is missing in the list.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
@@ -62,27 +62,16 @@ HOOKS = {
 
 PASS_FURTHER_ON = {
     # Hooks that are overridden.
-    "_configure_offloading",
-    "_get_fp32_opt_state_partition",
-    "get_full_hp_param",
-    "offload_states",
-    "reload_states",
+    *("_configure_offloading", "_get_fp32_opt_state_partition", "get_full_hp_param", "offload_states", "reload_states"),
     "set_full_hp_param",
     # Methods that ``partition_hooks.py`` and ``activation.py`` wrap.
-    "_all_gather",
-    "_configure_zero_optimizer",
-    "_do_sanity_check",
-    "_initialize_params",
-    "load_checkpoint",
+    *("_all_gather", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "load_checkpoint"),
 }
-"""The methods in whose place the plugin has one that passes further arguments on to DeepSpeed's own."""
+"""The methods that the plugin replaces by one that passes further arguments on to DeepSpeed's own."""
 
-REPLACED = (HOOKS.keys() - PASS_FURTHER_ON) | {
-    "_ensure_availability_of_partitioned_params",
-    "_partition",
-    "fetch_sub_module",
-}
-"""The methods in whose place the plugin has one that raises ``TypeError`` if DeepSpeed passes further arguments."""
+REPLACED = HOOKS.keys() - PASS_FURTHER_ON
+REPLACED |= {"_ensure_availability_of_partitioned_params", "_partition", "fetch_sub_module"}
+"""The methods that the plugin replaces by one that raises ``TypeError`` if DeepSpeed passes further arguments."""
 
 METHODS: Mapping[str, Mapping[str, str]] = {
     _STAGE3: {
@@ -112,10 +101,9 @@ METHODS: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.config:DeepSpeedConfig": {"_initialize_params": "param_dict"},
     "deepspeed.utils.nvtx:": {"_range_pop": "accelerator", "_range_push": "accelerator msg"},
 }
-"""The parameters, without ``self``, of each method that is overridden, wrapped or called, by its class.
+"""The parameters, without ``self``, of each method that is overridden, wrapped or called, by its class or module.
 
-``module:`` without a class stands for the functions of a module. A release may have further parameters where
-``PASS_FURTHER_ON`` names the method, or if they have defaults and ``REPLACED`` does not name it.
+A release may add parameters to a method in ``PASS_FURTHER_ON``, and with defaults to one that is not in ``REPLACED``.
 """
 
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -134,10 +122,9 @@ SINCE: Mapping[str, str] = {
     "_range_pop": "0.19.0",
     "_range_push": "0.19.0",
 }
-"""The first release that has a method. In older ones, a function of ``older.py`` replaces a method that is called.
+"""The first release that has a method. In older ones, ``compat.py`` or ``older.py`` replaces a method that is called.
 
-``_finalize_offload_gradient_accumulation`` ends the accumulation windows that the caller delimits, which older releases
-do not have.
+Older releases lack the accumulation windows that ``_finalize_offload_gradient_accumulation`` ends.
 """
 
 
@@ -173,29 +160,26 @@ def _can_be_used(name: str, found: list[str], expected: list[str]) -> bool:
 def _defined(place: str) -> tuple[dict[str, list[str]], set[str]]:
     """Return the parameters of each method, and the attributes that are assigned, of a class or a module."""
     module_name, _, class_name = place.partition(":")
+    methods: dict[str, list[str]] = {}
+    assigned: set[str] = set()
     try:
         module = importlib.import_module(module_name)
         owners = getattr(module, class_name).__mro__ if class_name else [module]
     except (ImportError, AttributeError):
-        return {}, set()
-    methods: dict[str, list[str]] = {}
-    assigned: set[str] = set()
-    for owner in owners:
-        for node in _bodies(owner):
-            for child in ast.walk(node):
-                if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
-                    assigned.add(child.attr)
-            if isinstance(node, ast.FunctionDef):
-                methods.setdefault(node.name, [name for name in _parameters(node.args) if name != "self"])
+        return methods, assigned
+    for node in (node for owner in owners for node in _body(owner)):
+        assigned |= {
+            child.attr
+            for child in ast.walk(node)
+            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
+        }
+        if isinstance(node, ast.FunctionDef):
+            methods.setdefault(node.name, [name for name in _parameters(node.args) if name != "self"])
     return methods, assigned
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:
-    """Return the names of the parameters, with ``=`` after one that has a default.
-
-    ``*`` stands for any number of positional arguments, or for the start of the parameters that are passed by name
-    only, and ``**`` for any number of arguments with names.
-    """
+    """Return the names of the parameters, with ``=`` after one with a default, and ``*`` and ``**`` as in Python."""
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     required = len(positional) - len(arguments.defaults)
     names = positional[:required] + [f"{name}=" for name in positional[required:]]
@@ -205,14 +189,13 @@ def _parameters(arguments: ast.arguments) -> list[str]:
     return names + (["**"] if arguments.kwarg else [])
 
 
-def _bodies(owner: Any) -> Iterator[ast.stmt]:
-    """Yield the statements of a class or of a module; nothing if it has no source in Python."""
+def _body(owner: Any) -> list[ast.stmt]:
+    """Return the statements of a class or of a module; none if it has no source in Python."""
     try:
         tree = ast.parse(inspect.getsource(inspect.getmodule(owner) or owner))
     except (TypeError, OSError):
-        return
+        return []
     if not inspect.isclass(owner):
-        yield from tree.body
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and inspect.isclass(owner) and node.name == owner.__name__:
-            yield from node.body
+        return tree.body
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
+    return [statement for node in classes for statement in node.body]

@@ -10,12 +10,14 @@ from torch._C._profiler import _RecordFunctionFast
 
 from deep_opt_states.zero.internals import older
 
+_push = getattr(nvtx, "_range_push", older.range_push_before_0_19_0)
+_pop = getattr(nvtx, "_range_pop", older.range_pop_before_0_19_0)
+
 
 class ActionSpan:
     """A context whose duration on the current thread profilers show under its name.
 
-    A schedule may have thousands of actions. Without a profiler a span costs about 1 us; ``record_function`` would cost
-    9 us.
+    A schedule may have thousands of actions: without a profiler a span costs about 1 us, ``record_function`` 9 us.
     """
 
     __slots__ = ("_accelerator", "_name", "_record")
@@ -32,13 +34,8 @@ class ActionSpan:
         self._record.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        # The record ends when it is deleted. Its own ``__exit__`` raises if a profiler of all threads was started in
-        # between, which would end the update.
+        # The record ends when it is deleted. Its own ``__exit__`` raises, which would end the update, if a profiler of
+        # all threads was started inside the span.
         del self._record
         if nvtx.enable_nvtx:
             _pop(self._accelerator)
-
-
-_HAS_DOMAIN = hasattr(nvtx, "_range_push")
-_push = nvtx._range_push if _HAS_DOMAIN else older.range_push_before_0_19_0
-_pop = nvtx._range_pop if _HAS_DOMAIN else older.range_pop_before_0_19_0

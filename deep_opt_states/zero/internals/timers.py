@@ -14,25 +14,25 @@ def unsynchronize_throughput_timer(ds_config: Any) -> None:
     By default it synchronizes the device twice per step, and waits for the update there.
     """
     timer = ds_config.timers_config
-    if timer.enabled and timer.synchronized:
-        if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
-            log_rank_0(
-                '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on '
-                "the GPU are not overlapped with the next forward"
-            )
-        else:
-            timer.synchronized = False
-            log_rank_0(
-                "DeepSpeed's throughput timer uses the host's clock, so that updates can be overlapped with the next "
-                'forward; to make it wait for the device, set "timers": {"throughput": {"synchronized": true}}'
-            )
+    if not (timer.enabled and timer.synchronized):
+        return
+    if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
+        log_rank_0(
+            '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on the '
+            "GPU are not overlapped with the next forward"
+        )
+        return
+    timer.synchronized = False
+    log_rank_0(
+        "DeepSpeed's throughput timer uses the host's clock, so that updates can be overlapped with the next forward; "
+        'to make it wait for the device, set "timers": {"throughput": {"synchronized": true}}'
+    )
 
 
 def breakdown_forbids_deferring(ds_config: Any) -> bool:
-    """Return whether DeepSpeed times forward, backward and ``step()`` separately.
+    """Return whether DeepSpeed times forward, backward and ``step()`` separately, and log the consequence.
 
-    If it does, log that updates are not overlapped with forward. An update that continued in forward would be timed as
-    forward, where the model waits for it. So each update ends within ``step()`` if the phases are timed.
+    An update that continued in forward would be timed as forward. So each update then ends within ``step()``.
     """
     if ds_config.wall_clock_breakdown:
         log_rank_0(

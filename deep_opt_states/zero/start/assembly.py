@@ -25,11 +25,15 @@ from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.spans import ActionSpan
-from deep_opt_states.zero.start.core_share import share_cores
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from deep_opt_states.zero.start.host_memory import FreeHostMemory, SharingRanks, check_free_memory, check_locking
-from deep_opt_states.zero.start.model_shards import check_even_shards
-from deep_opt_states.zero.start.planning import PlannedRun, make_plan
+from deep_opt_states.zero.start.node_share import (
+    FreeHostMemory,
+    SharingRanks,
+    check_free_memory,
+    check_locking,
+    share_cores,
+)
+from deep_opt_states.zero.start.planning import PlannedRun, check_even_shards, make_plan
 from deep_opt_states.zero.start.refusals import refuse_rules_without_effect
 from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.exposure import Exposure

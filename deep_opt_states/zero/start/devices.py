@@ -27,10 +27,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import GB
 
 SHARE_FOR_SUMS = 0.1
-"""The share of GPU memory that slots, resident states and sums of gradients may take together if the sums stay there.
-
-It applies if the config gives the placements.
-"""
+"""The share of GPU memory for states and sums of gradients together up to which sums stay there, for a given plan."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +36,17 @@ class AcceleratorChoice:
 
     device: Device[Any]
     slots_on_host: bool
-    """Whether the accelerator is the CPU: staging slots are in host memory, and the CPU kernel updates them, too."""
+    """Whether the accelerator is the CPU: staging slots are in host memory, and the CPU kernel also updates them."""
 
     def gpu_budget(self, config: Config) -> GpuBudget | None:
-        """Return how much accelerator memory the planner may use, now and later.
+        """Return how much accelerator memory the planner may use, now and later. None for the CPU, which has none.
 
         If the config sets no limit, that is nothing until the first steps have shown how much is free: training must
         not need more memory than with stock. Where nothing can be updated on the accelerator, it is always nothing.
-        Return None for the CPU, which has no memory of its own.
         """
         if self.slots_on_host:
             return None
-        limit = 0.0 if self.why_no_device_adam() else config.gpu_memory_gb
+        limit = 0.0 if _no_gpu_adam() else config.gpu_memory_gb
         return GpuBudget(
             start_bytes=0 if limit is None else int(limit * GB),
             margin_bytes=int(config.gpu_memory_margin_gb * GB),
@@ -58,34 +54,25 @@ class AcceleratorChoice:
         )
 
     def fits_accumulators(self, plan: UpdatePlan, setup: TrainingSetup, budget: GpuBudget | None) -> bool:
-        """Return whether all gradients fit on the accelerator in addition to the states that ``plan`` places there.
+        """Return whether the sums of gradients that ``setup`` needs fit on the accelerator with the states of ``plan``.
 
-        ``setup`` accumulates gradients. ``budget`` is that of the planner; None if the config gives the
-        placements, which then may take a share of the memory. The CPU has no memory of its own: there, gradients are
-        accumulated on the accelerator if ``plan`` updates anything on it, because such a plan reserves memory for them.
+        ``budget`` is that of the planner; None if the config gives the placements, which may take ``SHARE_FOR_SUMS``.
+        On the CPU, the sums are there if ``plan`` updates anything there, because it then reserves memory for them.
         """
         if self.slots_on_host:
             return _num_on_device(plan) > 0
-        allowed_bytes = _share_of_memory() if budget is None else budget.bytes
+        allowed_bytes = int(SHARE_FOR_SUMS * torch.cuda.mem_get_info()[1]) if budget is None else budget.bytes
         return memory_of(plan, replace(setup, sums_on_accelerator=True)).gpu_bytes <= allowed_bytes
-
-    def why_no_device_adam(self) -> str:
-        """Return why sub-groups cannot be updated on the accelerator, with the remedy; empty if they can.
-
-        The first call runs the kernel once, which takes seconds if Triton has not compiled it before.
-        """
-        return "" if self.slots_on_host else _no_gpu_adam()
 
     def why_only_the_cpu_updates(self) -> str:
         """Return why ``"planned"`` places nothing on the accelerator, with the remedy; empty if it may."""
-        if self.slots_on_host:
-            return "the accelerator is the CPU, which has the states in its memory already."
-        return self.why_no_device_adam()
+        host = "the accelerator is the CPU, which has the states in its memory already."
+        return host if self.slots_on_host else _no_gpu_adam()
 
     def validate(self, plan: UpdatePlan) -> UpdatePlan:
         """Return ``plan`` if this accelerator can run it. Raise ``Unsupported`` otherwise."""
         on_device = _num_on_device(plan)
-        if on_device and (problem := self.why_no_device_adam()):
+        if on_device and not self.slots_on_host and (problem := _no_gpu_adam()):
             raise Unsupported(
                 f"{CONFIG_KEY}.placement: streamed and resident units need a GPU Adam kernel that gives the same "
                 f"bits as the CPU kernel; found {on_device} of them, and no such kernel.\n{problem}\n"
@@ -102,15 +89,14 @@ class AcceleratorChoice:
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
     ) -> AdamKernel | None:
-        """Return the kernel that updates the units that ``plan`` places on the accelerator.
+        """Return the kernel that updates the units that ``plan`` places on the accelerator, with ``optimizer``'s betas.
 
         Return None if there are none, and the planner has no ``budget`` with which it might place some there later. The
-        kernel is compiled for both dtypes of gradients here, so that no step compiles. ``optimizer`` supplies the
-        hyperparameters. Raise ``KernelUnavailable`` if the kernel cannot be used.
+        kernel is compiled here, so that no step compiles. Raise ``KernelUnavailable`` if it cannot be used.
         """
         if self.slots_on_host:
             return host_adam
-        if not _num_on_device(plan) and (budget is None or self.why_no_device_adam()):
+        if not _num_on_device(plan) and (budget is None or _no_gpu_adam()):
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
         # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
@@ -131,17 +117,16 @@ def choose_device() -> AcceleratorChoice:
     )
 
 
-def _share_of_memory() -> int:
-    _, total_bytes = torch.cuda.mem_get_info()
-    return int(SHARE_FOR_SUMS * total_bytes)
-
-
 def _num_on_device(plan: UpdatePlan) -> int:
     return sum(placement is not Placement.CPU for placement in plan.placements)
 
 
 @cache
 def _no_gpu_adam() -> str:
+    """Return why units cannot be updated on the GPU, with the remedy; empty if they can.
+
+    The first call runs the kernel, which takes seconds if Triton has not compiled it before.
+    """
     try:
         training_gpu_adam()
     except KernelUnavailable as unavailable:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.ranks import Ranks, ranks_by_node
 from deep_opt_states.report.record import PredictedUpdate
-from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
+from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.plan_request import PlanRequest
 from perf_model.planner import UNIT_SIZES
@@ -39,9 +41,10 @@ class PlannedRun:
 
     plan: UpdatePlan
     predict: Callable[[UpdatePlan, Sequence[str] | None, Windows], PredictedUpdate] | None
-    """Predicts an update by a plan, given how long backward and forward can overlap it; None if no prediction is
-    requested. The names are those of the parameters in the order in which forward uses them, each as often as it does;
-    None stands for the order of the units."""
+    """Predicts an update by a plan, given how long backward and forward can overlap it; None without a profile.
+
+    The names are those of the parameters, once per use by forward and in its order; they default to the order of units.
+    """
     why_nothing_is_streamed: str = ""
     """The reason why the planner streams nothing; empty if it streams, or if the config itself gives the placement."""
     request: PlanRequest | None = None
@@ -54,13 +57,9 @@ class PlannedRun:
         return [". ".join(filter(None, [str(self.plan), self.why_nothing_is_streamed])), *self.notes]
 
     def at_end(self, plan: UpdatePlan, widths: Widths) -> str:
-        """Return the lines to log after training with ``plan``: per placement the memory of one rank, and the reason.
-
-        The reason is that of the first plan, and holds for no other.
-        """
-        why = self.why_nothing_is_streamed if plan == self.plan else ""
-        lines = filter(None, [*summary_by_placement(plan, widths), why])
-        return "\n  ".join(["planned for rank 0:", *lines])
+        """Return the lines to log after training with ``plan``, with the reason if it is still the first plan."""
+        why = [self.why_nothing_is_streamed] if plan == self.plan and self.why_nothing_is_streamed else []
+        return "\n  ".join(["planned for rank 0:", *summary_by_placement(plan, widths), *why])
 
 
 def make_plan(
@@ -73,23 +72,21 @@ def make_plan(
 ) -> PlannedRun:
     """Return the plan that the block specifies, the same on every rank. This is a collective over all ranks.
 
-    ``sub_groups`` has this rank's partitions of the parameters of each sub-group. The block gives the placements, or a
-    rule for them; otherwise rank 0 plans them, with a profile that was measured with all ranks. ``budget`` is the
-    accelerator memory that the planner may use; None if there is none. ``share`` has the threads that update on the
-    CPU.
+    ``sub_groups`` holds this rank's partitions of the parameters. The block gives the placements, or a rule for them;
+    otherwise rank 0 plans them, with a profile that was measured with all ranks. ``budget`` is the accelerator memory
+    that the planner may use, if any. ``share`` holds the threads that update on the CPU.
 
     Raise ``ConfigError`` or ``Unsupported`` for a placement that is impossible here, ``ProfileError`` for a profile
     that cannot be used.
     """
     workload = config.workload(sub_groups)
     notes: list[str] = []
-    profile = _load_profile(config, accelerator, share, notes.append) if config.predicts(workload) else None
-    cost = None
-    if profile is not None:
+    predict, request, why = None, None, ""
+    if config.predicts(workload):
+        profile = _load_profile(config, accelerator, share, notes.append)
         cost = CostModel.from_profile(profile, setup.widths.param, params_on_host=setup.params_on_host)
-    request, why = None, ""
+        predict = partial(_predict, cost, profile.has_accelerator, sub_groups)
     if config.plans(workload):
-        assert cost is not None
         unlimited = PlanRequest(
             sub_groups=sub_groups,
             unit_sizes=UNIT_SIZES if config.unit_size is None else (config.unit_size,),
@@ -101,7 +98,7 @@ def make_plan(
         )
         # Rules by name are followed even if they need more memory than the planner may use for the rest.
         if budget is not None:
-            # Rules do not ask for the sums of other units on the accelerator. The plan below counts these, too.
+            # Rules do not ask for the sums of other units on the accelerator, which the plan below also counts.
             without_sums = replace(unlimited, setup=replace(setup, sums_on_accelerator=False))
             budget.require(without_sums.fixed_bytes)
         gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
@@ -110,33 +107,46 @@ def make_plan(
         raise_together(lambda: accelerator.validate(plan))
     else:
         plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload)), lambda plan: plan.fingerprint)
-    predict = None if profile is None or cost is None else partial(_predict, cost, profile.has_accelerator, sub_groups)
     return PlannedRun(plan, predict, why, request, tuple(notes))
 
 
-def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tuple[UpdatePlan, str]:
-    """Return rank 0's plan on every rank, and the reason if it streams nothing. This is a collective over all ranks.
+def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:
+    """Raise ``Unsupported`` on every rank unless all ranks have partitions of the same sizes. This is a collective.
 
-    The plan fits every rank, because DeepSpeed pads the partitions to equal lengths.
+    Rank 0 plans for all of them. DeepSpeed pads the partitions of data-parallel ranks, but ranks that share a model, by
+    AutoTP or an ``mpu``, may have uneven shards.
     """
+    by_rank = gather_values([(partition.name, partition.numel) for group in sub_groups for partition in group])
+    rank = next((rank for rank, other in enumerate(by_rank) if other != by_rank[0]), None)
+    if rank is None:
+        return
+    pairs = zip_longest(by_rank[0], by_rank[rank], fillvalue=("parameters", 0))
+    (name, numel), (other_name, other_numel) = next(pair for pair in pairs if pair[0] != pair[1])
+    raise Unsupported(
+        f"tensor_parallel.autotp_size, or the model-parallel size of the mpu: must divide the layers into shards of "
+        f"the same sizes on all ranks, found {numel:,} elements of {name} on rank 0 and {other_numel:,} elements of "
+        f"{other_name} on rank {rank}.\n"
+        f"Choose a size that divides the attention heads, the key-value heads and the widths of the model: AutoTP "
+        f"divides others unevenly. Without tensor parallelism, build the same model on every rank. "
+        f'Or set "enabled": false in "{CONFIG_KEY}".'
+    )
+
+
+def plan_on_rank_0(request: PlanRequest, accelerator: AcceleratorChoice) -> tuple[UpdatePlan, str]:
+    """Return rank 0's plan on every rank, and the reason if it streams nothing. This is a collective over all ranks."""
     ranks = Ranks()
 
     def decide() -> tuple[dict[str, Any], str]:
         if ranks.rank > 0:
             return {}, ""
         found = request.plan()
-        unavailable = accelerator.why_only_the_cpu_updates() or _waits_for_memory(request)
+        unavailable = accelerator.why_only_the_cpu_updates()
+        if not unavailable and not request.budgets.gpu_bytes:
+            unavailable = "the planner uses no GPU memory until the first steps have shown how much is free."
         return found.to_json_dict(), request.why_nothing_is_streamed(found.plan, unavailable)
 
     decisions, why = ranks.gather(raise_together(decide))[0]
     return same_on_all_ranks(lambda: request.restore(decisions), lambda plan: plan.fingerprint), why
-
-
-def _waits_for_memory(request: PlanRequest) -> str:
-    """Return why the first plan uses no accelerator memory; empty if the config lets it use some."""
-    if request.budgets.gpu_bytes:
-        return ""
-    return "the planner uses no GPU memory until the first steps have shown how much is free."
 
 
 def _predict(
@@ -163,7 +173,7 @@ def _load_profile(
 ) -> HardwareProfile:
     """Return the profile that the config names, read by rank 0, or measure a quick one with all ranks.
 
-    ``note`` receives facts about a profile that was read. They can be logged later.
+    ``note`` receives facts about a profile that was read.
     """
     ranks = Ranks()
     if config.profile is None:

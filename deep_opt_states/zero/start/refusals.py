@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -21,22 +20,21 @@ from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_leas
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 _INSTALL_NEWEST = f"Install it with pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
-"""The start of the remedy where this release of DeepSpeed lacks something."""
+_FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpeed does by default: remove it."
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A condition that the configuration must meet: ``accepts(find(...))`` must be true.
+class Rule(NamedTuple):
+    """A condition that the configuration must meet: ``find(...)`` must return one of the ``allowed`` values.
 
-    ``find`` reads the value from a ``DeepSpeedConfig``, or from an engine and its optimizer. ``key`` is the dotted key
+    ``find`` reads the value from a ``DeepSpeedConfig``, or from the optimizer of an engine. ``key`` is the dotted key
     that the message names, ``must`` the rule in words, and ``remedy`` the change that the user can make.
     """
 
     key: str
     must: str
     remedy: str
-    find: Callable[..., Any]
-    accepts: Callable[[Any], bool]
+    find: Callable[[Any], Any]
+    allowed: Sequence[Any] = (None, False, "")
 
 
 def refuse_config(ds_config: Any) -> None:
@@ -49,94 +47,63 @@ def refuse_config(ds_config: Any) -> None:
         _refuse(rules, ds_config)
 
 
-def refuse_engine(engine: Any, basic_optimizer: Any) -> None:
-    """Check the rules that depend on the engine and on the optimizer that was passed to it. Raise ``Unsupported``."""
-    for rules in (_ENGINE, _HYPERPARAMETERS):
-        _refuse(rules, engine, basic_optimizer)
+def refuse_optimizer(basic_optimizer: Any) -> None:
+    """Check the rules for the optimizer that an engine was given or has made. Raise ``Unsupported``."""
+    for rules in (_OPTIMIZER, _HYPERPARAMETERS):
+        _refuse(rules, basic_optimizer)
+
+
+def _refuse(rules: Sequence[Rule], subject: Any) -> None:
+    found = [(rule, rule.find(subject)) for rule in rules]
+    broken = [
+        f"{rule.key}: {rule.must}, found {value}.\n{rule.remedy}" for rule, value in found if value not in rule.allowed
+    ]
+    if broken:
+        raise Unsupported(f'"{CONFIG_KEY}" is enabled, but this configuration is not supported:\n' + "\n".join(broken))
+
+
+_LATER_METHODS = {"coalesce_grad_reduction": "0.19.1"}
 
 
 def refuse_later_methods(engine: Any) -> None:
     """Make each method that this release lacks raise ``Unsupported``, which names the release that has it."""
     for method, since in _LATER_METHODS.items():
-        if not is_at_least(deepspeed.__version__, since):
-            setattr(engine, method, partial(_refuse_method, method, since))
+        if version := _lacking(since):
+            needs = f"engine.{method}() needs DeepSpeed {since} or later, found {version}"
+            setattr(engine, method, partial(_raise, f"{needs}.\n{_INSTALL_NEWEST}, or remove the call."))
 
 
-def _refuse_method(method: str, since: str) -> None:
-    raise Unsupported(
-        f"engine.{method}() needs DeepSpeed {since} or later, found {deepspeed.__version__}.\n"
-        f"{_INSTALL_NEWEST}, or remove the call."
-    )
+def _raise(message: str) -> None:
+    raise Unsupported(message)
 
 
-def _refuse(rules: tuple[Rule, ...], *subject: Any) -> None:
-    broken = []
-    for rule in rules:
-        found = rule.find(*subject)
-        if not rule.accepts(found):
-            broken.append(f"{rule.key}: {rule.must}, found {found}.\n{rule.remedy}")
-    if broken:
-        raise Unsupported(f'"{CONFIG_KEY}" is enabled, but this configuration is not supported:\n' + "\n".join(broken))
+def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained: Sequence[str]) -> None:
+    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states."""
+    names: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if names.setdefault(param, name) != name:
+            aliases[name] = names[param]
+    config.check_names(trained, set(names.values()).difference(trained), aliases)
 
 
-def _device(offload_config: Any) -> str:
-    return "none" if offload_config is None else OffloadDeviceEnum(offload_config.device).value
-
-
-def _qualified_name(optimizer: Any) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _not_numbers(optimizer: Any) -> list[str]:
-    """Return every hyperparameter that is not a number, formatted as ``eps=None in param group 0``.
-
-    ``DeepSpeedCPUAdam`` converts hyperparameters to numbers only when it updates, which is too late to refuse them. It
-    would also convert a tensor. But PyTorch's schedulers write the next learning rate into such a tensor in place,
-    while the update that uses it is still running.
-    """
-    wrong = []
-    for index, group in enumerate(optimizer.param_groups):
-        names = [name for name in ("lr", "eps", "weight_decay") if not isinstance(group[name], Real)]
-        if not _is_pair(group["betas"]):
-            names.append("betas")
-        wrong += [f"{name}={group[name]!r} in param group {index}" for name in names]
-    return wrong
-
-
-def _variants(optimizer: Any) -> list[str]:
-    """Return every variant of Adam that a param group requests and ``DeepSpeedCPUAdam`` would ignore."""
-    return [
-        f"{name}={group[name]!r} in param group {index}"
-        for index, group in enumerate(optimizer.param_groups)
-        for name in ("amsgrad", "maximize")
-        if group.get(name)
-    ]
-
-
-def _is_pair(betas: Any) -> bool:
-    return isinstance(betas, Sequence) and len(betas) == 2 and all(isinstance(beta, Real) for beta in betas)
-
-
-_FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpeed does by default: remove it."
-
-
-def _rule_for_later_feature(key: str, since: str, uses: Callable[[dict[str, Any]], bool]) -> Rule:
-    """Return the rule that a config of which ``uses`` is true needs DeepSpeed ``since`` a release.
+def _since(release: str, key: str, uses: Callable[[Any], bool]) -> Rule:
+    """Return the rule that a block of which ``uses`` is true needs this release of DeepSpeed.
 
     An older release would fail later with an error of its own, or ignore the key.
     """
-
-    def lacking_release(config: Any) -> str | None:
-        version: str = deepspeed.__version__
-        return version if uses(param_dict(config)) and not is_at_least(version, since) else None
-
     return Rule(
         key,
-        f"needs DeepSpeed {since} or later with ZeRO-3 and offloading",
+        f"needs DeepSpeed {release} or later with ZeRO-3 and offloading",
         f"{_INSTALL_NEWEST}, or remove the key.",
-        lacking_release,
-        lambda version: version is None,
+        lambda config: uses(param_dict(config).get(key)) and _lacking(release),
     )
+
+
+def _lacking(release: str) -> str:
+    """Return the version of DeepSpeed if it is older than ``release``, otherwise an empty string."""
+    version: str = deepspeed.__version__
+    return "" if is_at_least(version, release) else version
 
 
 def _number(block: Any, key: str) -> float:
@@ -146,33 +113,15 @@ def _number(block: Any, key: str) -> float:
 
 
 _LATER_FEATURES = (
-    _rule_for_later_feature(
-        "managed_gradient_accumulation", "0.19.5", lambda json: json.get("managed_gradient_accumulation") is False
-    ),
-    _rule_for_later_feature(
-        "tensor_parallel", "0.19.4", lambda json: _number(json.get("tensor_parallel"), "autotp_size") > 1
-    ),
-    _rule_for_later_feature(
-        "expert_parallel", "0.19.3", lambda json: _number(json.get("expert_parallel"), "enabled") > 0
-    ),
+    _since("0.19.5", "managed_gradient_accumulation", lambda value: value is False),
+    _since("0.19.4", "tensor_parallel", lambda block: _number(block, "autotp_size") > 1),
+    _since("0.19.3", "expert_parallel", lambda block: _number(block, "enabled") > 0),
 )
 
-_BLOCKS = {
-    "bf16": "bfloat16_config",
-    "compile": "compile_config",
-    "fp16": "float16_config",
-    "zero_optimization": "zero_config",
-}
-"""The attributes of a ``DeepSpeedConfig`` that contain the blocks of the user's JSON."""
 
+def _device(offload_config: Any) -> str:
+    return "none" if offload_config is None else OffloadDeviceEnum(offload_config.device).value
 
-def _off(key: str, remedy: str, must: str = "must be false") -> Rule:
-    """Return the rule that a dotted key of the DeepSpeed config is false or absent."""
-    block, _, path = key.partition(".")
-    return Rule(key, must, remedy, attrgetter(f"{_BLOCKS[block]}.{path}"), lambda found: not found)
-
-
-_LATER_METHODS = {"coalesce_grad_reduction": "0.19.1"}
 
 _STAGE = (
     Rule(
@@ -180,25 +129,35 @@ _STAGE = (
         "must be 3",
         f'Interleaved offloading works on the sub-groups of ZeRO-3: set "stage": 3, or "enabled": false in '
         f'"{CONFIG_KEY}".',
-        lambda config: config.zero_optimization_stage,
-        lambda stage: stage == 3,
+        attrgetter("zero_optimization_stage"),
+        (3,),
     ),
     Rule(
         "zero_optimization.offload_optimizer.device",
         'must be "cpu"',
         'Set "offload_optimizer": {"device": "cpu"}; for NVMe offload, use stock DeepSpeed.',
         lambda config: _device(config.zero_config.offload_optimizer),
-        lambda device: device == "cpu",
+        ("cpu",),
     ),
 )
+
+_QUANTISED = "Quantised ZeRO++ has not been tested to be bit-identical with interleaved offloading: remove it."
+
+
+def _off(key: str, remedy: str, must: str = "must be false") -> Rule:
+    """Return the rule that a dotted key of the DeepSpeed config is false or absent."""
+    block, _, path = key.partition(".")
+    attribute = {"bf16": "bfloat16", "fp16": "float16", "zero_optimization": "zero"}.get(block, block)
+    return Rule(key, must, remedy, attrgetter(f"{attribute}_config.{path}"))
+
 
 _CONFIG = (
     Rule(
         "zero_optimization.offload_optimizer.ratio",
         "must be 1 (all optimizer states in host memory)",
         f'Twin-Flow splits them permanently: remove "ratio". "placement" in "{CONFIG_KEY}" places them by unit.',
-        lambda config: config.zero_config.offload_optimizer.ratio,
-        lambda ratio: ratio == 1.0,
+        attrgetter("zero_config.offload_optimizer.ratio"),
+        (1,),
     ),
     _off(
         "zero_optimization.offload_optimizer.super_offload",
@@ -207,14 +166,14 @@ _CONFIG = (
     _off(
         "zero_optimization.zenflow",
         "ZenFlow updates with stale gradients, which cannot give the same bits as stock DeepSpeed. Remove it.",
-        must="must be absent",
+        "must be absent",
     ),
     Rule(
         "zero_optimization.offload_param.device",
         'must be "none" or "cpu"',
         'Keep parameters on the accelerator or in host memory: set "device": "cpu" or remove "offload_param".',
         lambda config: _device(config.zero_config.offload_param),
-        lambda device: device != "nvme",
+        ("none", "cpu"),
     ),
     _off(
         "compile.deepcompile",
@@ -228,23 +187,20 @@ _CONFIG = (
         "must not be float16",
         "The gradient scaler of autocast calls the optimizer's step() itself: use bfloat16, or fp16 "
         "through DeepSpeed's own fp16 block.",
-        lambda config: config.torch_autocast_dtype if config.torch_autocast_enabled else None,
-        lambda dtype: dtype is not torch.float16,
+        lambda config: (
+            torch.float16 if config.torch_autocast_enabled and config.torch_autocast_dtype is torch.float16 else None
+        ),
     ),
     Rule(
         "optimizer.type",
         'must be "Adam" or "AdamW", or absent',
         'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize().',
-        lambda config: config.optimizer_name,
-        lambda name: name in (None, "adam", "adamw"),
+        attrgetter("optimizer_name"),
+        (None, "adam", "adamw"),
     ),
-    *(
-        _off(
-            f"zero_optimization.zero_quantized_{what}",
-            "Quantised ZeRO++ has not been tested to be bit-identical with interleaved offloading: remove it.",
-        )
-        for what in ("weights", "nontrainable_weights", "gradients")
-    ),
+    _off("zero_optimization.zero_quantized_weights", _QUANTISED),
+    _off("zero_optimization.zero_quantized_nontrainable_weights", _QUANTISED),
+    _off("zero_optimization.zero_quantized_gradients", _QUANTISED),
     Rule(
         # Before a step, DeepSpeed 0.19.8 waits for DataStates only if it finds a commit_info, but it always finds none.
         "datastates_ckpt",
@@ -253,35 +209,52 @@ _CONFIG = (
         "remove it. DeepSpeed's decoupled writer saves in the background, too, but DeepSpeed 0.19.8 loads its "
         "checkpoints only with a config without `checkpoint.writer`.",
         lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
-        lambda found: found is None,
     ),
 )
 
-_ENGINE = (
+_OPTIMIZER = (
     Rule(
         "optimizer",
         "must be DeepSpeedCPUAdam, which DeepSpeed creates for Adam and AdamW when it offloads",
         'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize(). '
         "Accelerate and Trainer convert PyTorch Adam and AdamW to it unless the config sets "
         '"zero_force_ds_cpu_optimizer": false.',
-        lambda engine, optimizer: _qualified_name(optimizer),
-        lambda name: name == f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",
+        lambda optimizer: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        (f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",),
     ),
     Rule(
         "optimizer.fp32_optimizer_states",
         "must be true",
         _FP32_STATES,
-        lambda engine, optimizer: getattr(optimizer, "fp32_optimizer_states", True),
-        bool,
+        lambda optimizer: getattr(optimizer, "fp32_optimizer_states", True),
+        (True,),
     ),
     Rule(
         "optimizer (step hooks)",
         "must be none",
         "The update does not run in the optimizer's step(), so the hooks would see no parameters: remove them.",
-        lambda engine, optimizer: num_step_hooks(optimizer),
-        lambda count: count == 0,
+        num_step_hooks,
     ),
 )
+
+
+def _wrong(optimizer: Any, is_wrong: Mapping[str, Callable[[Any], bool]]) -> str:
+    """Return every hyperparameter for whose value ``is_wrong``, formatted as ``eps=None in param group 0``."""
+    return ", ".join(
+        f"{name}={group[name]!r} in param group {index}"
+        for index, group in enumerate(optimizer.param_groups)
+        for name, is_wrong_value in is_wrong.items()
+        if is_wrong_value(group.get(name))
+    )
+
+
+def _is_no_number(value: Any) -> bool:
+    return not isinstance(value, Real)
+
+
+def _is_no_pair(betas: Any) -> bool:
+    return not isinstance(betas, Sequence) or len(betas) != 2 or any(map(_is_no_number, betas))
+
 
 _HYPERPARAMETERS = (
     Rule(
@@ -289,25 +262,14 @@ _HYPERPARAMETERS = (
         "lr, eps and weight_decay must be numbers, and betas two numbers, in every param group",
         'Give Python numbers, or set "optimizer": {"type": "AdamW", ...}. Accelerate and Trainer replace even an '
         'optimizer that is not Adam by DeepSpeedCPUAdam, but keep its hyperparameters: choose "adamw_torch".',
-        lambda engine, optimizer: ", ".join(_not_numbers(optimizer)),
-        lambda wrong: not wrong,
+        # DeepSpeedCPUAdam converts numbers only when it updates: too late to refuse them. It would also convert a
+        # tensor, into which PyTorch's schedulers write the next learning rate while the update still runs.
+        partial(_wrong, is_wrong={**dict.fromkeys(("lr", "eps", "weight_decay"), _is_no_number), "betas": _is_no_pair}),
     ),
     Rule(
         "optimizer (variants of Adam)",
         "amsgrad and maximize must be false",
         "DeepSpeedCPUAdam does not implement them, and stock DeepSpeed ignores them silently: remove it.",
-        lambda engine, optimizer: ", ".join(_variants(optimizer)),
-        lambda found: not found,
+        partial(_wrong, is_wrong={"amsgrad": bool, "maximize": bool}),
     ),
 )
-
-
-def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained: Sequence[str]) -> None:
-    """Raise ``ConfigError`` if a rule by name has no effect on ``model``, whose ``trained`` parameters have states."""
-    names: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if names.setdefault(param, name) != name:
-            aliases[name] = names[param]
-    frozen = set(names.values()).difference(trained)
-    config.check_names(trained, frozen, aliases)

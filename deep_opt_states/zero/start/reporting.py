@@ -31,8 +31,8 @@ from perf_model.schedule.plan import UpdatePlan
 class EngineProgress:
     """The parts of a DeepSpeed engine that reports need: its step counts, how often it prints, and its monitor.
 
-    Reports live until the process ends and must not keep the model in memory. So the reference to the engine is weak,
-    and there is none to the ``Assembly``, whose gradients refer to the optimizer.
+    Reports live until the process ends. So that they do not keep the model in memory, the reference to the engine is
+    weak, and there is none to the ``Assembly``, whose gradients refer to the optimizer.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -71,7 +71,7 @@ class EngineProgress:
         report.change_plan(_reported_plan(assembly))
 
     def _describe(self, device: AccountingDevice, began: str) -> RunInfo:
-        """Return the facts about this run, with the plan and the memory that it uses now. It ``began`` at that time."""
+        """Return the facts about this run, which ``began`` at that time, with the plan and the memory of now."""
         memory_bytes = {MemoryKind.PINNED.value: 0, MemoryKind.ACCELERATOR.value: 0}
         for reservation in device.reserved:
             memory_bytes[reservation.kind.value] += reservation.count * reservation.each_bytes
@@ -91,15 +91,11 @@ class EngineProgress:
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
-    planned, running, context = assembly.planned, assembly.running, assembly.context
-    plan, widths = running.plan, context.setup.widths
+    planned, plan, widths = assembly.planned, assembly.running.plan, assembly.context.setup.widths
+    numels, numel = [unit.numel for unit in plan.workload.units], plan.workload.numel
+    gpu_share = 1 - plan.numel(Placement.CPU) / max(1, numel)
     return ReportedPlan(
-        work=Work(
-            numel=plan.workload.numel,
-            gpu_share=1 - plan.numel(Placement.CPU) / max(1, plan.workload.numel),
-            numels=[unit.numel for unit in plan.workload.units],
-            widths=widths,
-        ),
-        predict=None if planned.predict is None else partial(planned.predict, plan, running.uses),
-        description=f"{planned.at_end(plan, widths)}\n  in all: {total_reserved(context.device.reserved)}",
+        work=Work(numel=numel, gpu_share=gpu_share, numels=numels, widths=widths),
+        predict=None if planned.predict is None else partial(planned.predict, plan, assembly.running.uses),
+        description=f"{planned.at_end(plan, widths)}\n  in all: {total_reserved(assembly.context.device.reserved)}",
     )

@@ -116,7 +116,7 @@ class Gathers:
         finally:
             self._is_in_step = False
 
-    # The hooks of ``PartitionHooks``
+    # The hooks that ``partition_hooks.py`` calls
 
     def before_all_gather(self, params: Sequence[Parameter]) -> None:
         """Wait for the update of ``params``, and let the caller write to the partitions that it receives."""

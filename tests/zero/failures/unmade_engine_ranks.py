@@ -19,8 +19,8 @@ from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start import assembly
-from deep_opt_states.zero.start.core_share import share_cores
 from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.node_share import share_cores
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.training import make_engine
 from tests.zero.process_group import process_group

@@ -15,7 +15,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
 from deep_opt_states.host import machine
 from deep_opt_states.zero.internals.agreement import RanksDisagree
-from deep_opt_states.zero.start.host_memory import FreeHostMemory
+from deep_opt_states.zero.start.node_share import FreeHostMemory
 from perf_model.prediction.memory import MemoryKind
 from tests.zero.parity.case import CPU, Case
 from tests.zero.parity.training import closing_engine, make_engine

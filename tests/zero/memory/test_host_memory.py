@@ -13,7 +13,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostMemoryError, HostSlab
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
-from deep_opt_states.zero.start.host_memory import FreeHostMemory, SharingRanks, check_free_memory, check_locking
+from deep_opt_states.zero.start.node_share import FreeHostMemory, SharingRanks, check_free_memory, check_locking
 from tests.launch import run_ranks
 from tests.profiler.threads import on_ranks
 

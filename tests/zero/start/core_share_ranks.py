@@ -16,9 +16,9 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host.machine import Core
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.agreement import RanksDisagree
-from deep_opt_states.zero.start import core_share as cores
-from deep_opt_states.zero.start.core_share import share_cores
+from deep_opt_states.zero.start import node_share as cores
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
+from deep_opt_states.zero.start.node_share import share_cores
 from tests.launch import answer
 from tests.zero.process_group import process_group
 

@@ -51,7 +51,7 @@ def without_a_private_name() -> AbstractContextManager[object]:
 
 def without_an_attribute() -> AbstractContextManager[object]:
     """Let a rule read a public attribute of DeepSpeed's config that does not exist."""
-    rule = refusals.Rule("zenflow", "must be absent", "Remove it.", lambda config: config.zero_config.gone, bool)
+    rule = refusals.Rule("zenflow", "must be absent", "Remove it.", lambda config: config.zero_config.gone)
     return mock.patch.object(refusals, "_CONFIG", (rule,))
 
 
