@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.harness.charts import Lines
 from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.rows import Row, Waived
-from deep_opt_states.profiler.copies import Copies, Probe, bandwidth, d2h, h2d
+from deep_opt_states.profiler.probes import Copies, Probe, bandwidth, d2h, h2d
 from deep_opt_states.profiler.profile import FULL, QUICK, sample
 from deep_opt_states.profiler.ranks import Ranks
 

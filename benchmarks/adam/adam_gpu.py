@@ -20,7 +20,7 @@ from benchmarks.harness.rows import Row
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamTensors
 from deep_opt_states.host import machine
-from deep_opt_states.profiler.copies import KernelTimer
+from deep_opt_states.profiler.probes import KernelTimer
 
 STATE_BYTES_PER_PARAM = 26
 """Traffic without the gradient: p, m and v are read and written in fp32, the parameter is written in bf16."""

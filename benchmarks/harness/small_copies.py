@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.profiler.copies import Copies, bandwidth, d2h, h2d, record_origin
+from deep_opt_states.profiler.probes import Copies, bandwidth, d2h, h2d, record_origin
 from perf_model.schedule.workload import STATES
 
 SMALL_BYTES = 1024

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.files import replace_file
+from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
-from deep_opt_states.profiler.ranks import ProbeError, collective_groups, launched_ranks
+from deep_opt_states.profiler.ranks import collective_groups, launched_ranks
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
 if TYPE_CHECKING:
@@ -51,16 +50,15 @@ def run(output: Path, *, quick: bool) -> int:
         accelerator = _accelerator(int(os.environ.get("LOCAL_RANK", "0")))
         # The CPU accelerator has no memory of its own, so no copies are measured.
         device = None if accelerator.slots_on_host else accelerator.device
-        with launched_ranks(os.environ) as ranks, _progress_bar(shown=is_rank_0) as progress:
+        bar = partial(track, description="Measuring", console=Console(stderr=True), disable=not is_rank_0)
+        with launched_ranks(os.environ) as ranks:
             # From here on, an error of one rank is raised on all of them.
             prints_errors = is_rank_0
             num_ranks = ranks.size
             share = core_share(accelerator, ranks)
-            effort = QUICK if quick else FULL
             groups = collective_groups(ranks, get_accelerator().communication_backend_name(), os.environ)
-            profile = measure(
-                device, ranks, effort, threads=share.threads, cores=share.cores, groups=groups, progress=progress
-            )
+            measure_with = partial(measure, device, ranks, QUICK if quick else FULL, progress=bar)
+            profile = measure_with(threads=share.threads, cores=share.cores, groups=groups)
         if is_rank_0:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:
@@ -80,7 +78,7 @@ def check_output(path: Path) -> None:
     try:
         if not path.parent.is_dir():
             raise ProfileError(f"{rule}; found no folder {path.parent}.\n{remedy}")
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        if path.exists() and not path.is_file():
             raise ProfileError(f"{rule}; found {path}, which is not a regular file.\n{remedy}")
         # Write a trial file, because permissions do not show that a file system is full or read-only.
         trial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -91,10 +89,7 @@ def check_output(path: Path) -> None:
 
 
 def _accelerator(local_rank: int) -> AcceleratorChoice:
-    """Choose the accelerator of this rank.
-
-    Raise ``ProfileError`` if there are fewer GPUs than ranks, ``Unsupported`` for an accelerator that we do not know.
-    """
+    """Choose the accelerator of this rank. Raise ``ProfileError`` if there are fewer GPUs than ranks."""
     from deepspeed.accelerator import get_accelerator
 
     from deep_opt_states.zero.start.devices import choose_device
@@ -111,18 +106,6 @@ def _accelerator(local_rank: int) -> AcceleratorChoice:
     return choose_device()
 
 
-@contextmanager
-def _progress_bar(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, quantity: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{quantity:<38}")
-
-        yield show
-
-
 def _print(profile: HardwareProfile, num_ranks: int) -> None:
     console = Console()
     origin = profile.provenance
@@ -132,10 +115,8 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
         console.print(Text(f"{origin.ranks} ranks at once on each node{nodes}; each figure is of the slowest rank"))
     console.print(Text(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}"))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("quantity", no_wrap=True)
-    table.add_column("median", justify="right", no_wrap=True)
-    table.add_column("20th to 80th", justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
+    for heading in ("quantity", "median", "20th to 80th", "unit"):
+        table.add_column(heading, justify="right" if heading in ("median", "20th to 80th") else "left", no_wrap=True)
     reasons: list[str] = []
     for name, measurement in profile.measurements.items():
         table.add_row(*_row(name, measurement, reasons))

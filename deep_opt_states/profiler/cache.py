@@ -14,13 +14,7 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.triton_import import triton_version
 from deep_opt_states.files import replace_file
 from deep_opt_states.host import machine
-from deep_opt_states.profiler.profile import (
-    IMPLAUSIBLE,
-    QUICK,
-    ProbeEffort,
-    describe,
-    measure,
-)
+from deep_opt_states.profiler.profile import IMPLAUSIBLE, QUICK, ProbeEffort, describe, measure
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, ranks_by_node
 from perf_model.prediction.hardware import VERSION, HardwareProfile, ProfileError, Provenance
 
@@ -42,9 +36,8 @@ def quick_profile(
     """Return rank 0's cached profile of an equal machine, or one that all ranks measure now; the same on all ranks.
 
     This is a collective. ``log`` and ``note`` are called on rank 0 only: ``note`` with the path of a cached profile,
-    which can be logged later. The other parameters and the errors raised are those of ``measure``; the cache itself
-    raises nothing. A profile with implausible samples is used, and not cached: the next training run measures again,
-    perhaps without other load on the machine.
+    which can be logged later. The other parameters and the errors raised are the same as for ``measure``; the cache
+    itself raises nothing. A profile with implausible samples is used, and not cached.
     """
     on_node = max(map(len, ranks_by_node(ranks, os.environ)))
 
@@ -53,12 +46,11 @@ def quick_profile(
             return None, None
         # Triton's version is included so that a quantity waived without Triton is measured after its installation.
         works_with = f"{type(device).__qualname__} {triton_version()} {'pinned threads' if cores else ''}"
-        provenance = describe(on_accelerator=device is not None, ranks_on_node=on_node, threads=threads)
-        path = cached_path(fingerprint(provenance, effort, ranks.size, works_with), os.environ)
+        here = describe(on_accelerator=device is not None, ranks_on_node=on_node, threads=threads)
+        path = cached_path(fingerprint(here, effort, ranks.size, works_with), os.environ)
         return path, _read(path)
 
-    path, found = call_on_all_ranks(ranks, look_up)
-    found = ranks.gather(found)[0]
+    path, found = ranks.gather(call_on_all_ranks(ranks, look_up))[0]
     if found is not None:
         profile = HardwareProfile.from_json(found)
         if ranks.rank == 0:
@@ -73,11 +65,10 @@ def quick_profile(
 
 
 def fingerprint(provenance: Provenance, effort: ProbeEffort, world_size: int, works_with: str) -> str:
-    """Return a hash of everything that may change the measured values.
+    """Return a hash of everything that may change the measured values: hardware, limits, software, ranks and method.
 
-    These are the hardware, its limits, the software, the ranks, and the method. ``works_with`` names the device's
-    class, the version of Triton, and whether threads are pinned. The date and the host's name are left out: equal nodes
-    that share a home directory share their profiles.
+    ``works_with`` names the device's class, the version of Triton, and whether threads are pinned. The date and the
+    host's name are left out: equal nodes that share a home directory share their profiles.
     """
     gpu = machine.gpu() if provenance.gpu else None
     facts: dict[str, Any] = {
@@ -107,28 +98,25 @@ def cached_path(fingerprint: str, environ: Mapping[str, str]) -> Path | None:
 
 def _read(path: Path | None) -> str | None:
     """Return the text of the profile, or None if there is no profile that can be used."""
-    if path is None:
-        return None
     try:
-        return HardwareProfile.read(path).to_json()
+        return None if path is None else HardwareProfile.read(path).to_json()
     except ProfileError:
         return None
 
 
 def _store(profile: HardwareProfile, path: Path | None, log: Callable[[str], None]) -> None:
+    waivers = {name: found.waived or "" for name, found in profile.measurements.items()}
+    implausible = [name for name, why in waivers.items() if why.startswith(IMPLAUSIBLE)]
     if path is None:
         log("The hardware profile is not cached: this user has no home folder, and XDG_CACHE_HOME is not set.")
-        return
-    if implausible := [
-        name for name, found in profile.measurements.items() if (found.waived or "").startswith(IMPLAUSIBLE)
-    ]:
+    elif implausible:
         log(
             f"The hardware profile is not cached, and the next start measures again: {', '.join(implausible)} had "
             f"implausible samples. Is there other load on this machine? deep-opt-states profile shows every quantity."
         )
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, profile.to_json())
-    except OSError as error:
-        log(f"The hardware profile is not cached: {error}. Set XDG_CACHE_HOME to a folder that can be written.")
+    else:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, profile.to_json())
+        except OSError as error:
+            log(f"The hardware profile is not cached: {error}. Set XDG_CACHE_HOME to a folder that can be written.")

@@ -1,58 +1,204 @@
-"""Probes of Adam, host memory, matrix products and collectives.
+"""Repeat one kind of work as training does it, and time it: copies, Adam, host memory, products and collectives.
 
-Each uses the streams, kernels, threads and process groups of training. It prepares its memory, and returns the function
-that repeats the work once.
+Each probe prepares its memory, with the streams, kernels, threads and process groups of training, and returns the
+function that repeats the work once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from deep_opt_states.device.interface import Device
+from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.device.slab import HostSlab
-from deep_opt_states.profiler.copies import (
-    Copies,
-    KernelTimer,
-    Probe,
-    Rates,
-    bytes_between,
-    issue_copies,
-    synchronize,
-    timed,
-    window_s,
-)
-from deep_opt_states.profiler.ranks import ProbeError, ProcessGroup
 from perf_model.schedule.host_layout import Widths, slab_tensors
 from perf_model.schedule.workload import STATES, Workload
+
+Rates: TypeAlias = Mapping[str, float]
+"""Values by the names in ``perf_model.prediction.hardware.QUANTITIES``."""
+
+Probe: TypeAlias = Callable[[], Rates]
+"""A function that repeats one kind of work once, times it, and returns the values."""
+
+INITIAL_BUSY_S, MAX_BUSY_S = 2e-3, 0.5
+"""Seconds that the stream is kept busy at first and at most while work is issued."""
 
 SUB_GROUPS = 8
 """The number of sub-groups, updated one after another as in a step: when an update returns to the first, the others
 have driven it out of the caches."""
 
-LAUNCHES, MIN_LAUNCH_NUMEL = 2, 1_000_000
-"""Kernel launches per repetition of Adam on the accelerator, and the fewest parameters that keep a GPU busy."""
+LAUNCHES = 2
+"""Kernel launches per repetition of Adam on the accelerator."""
 
-COLLECTIVES = 4
-"""Collectives that are timed per repetition, one after another."""
+
+class ProbeError(RuntimeError):
+    """An error for a probe that cannot run, or whose result cannot be trusted."""
+
+
+def timed(
+    device: Device[Any], issue: Callable[[], object], first: Callable[[], object] = lambda: None
+) -> tuple[float, bool]:
+    """Return the device's seconds for the work that ``issue`` issues on the current stream, and whether it was queued.
+
+    It is queued behind the work of ``first``, which is not timed: the stream would otherwise wait for each launch.
+    """
+    begin, end, stream = device.event(), device.event(), device.current_stream()
+    first()
+    stream.record(begin)
+    issue()
+    was_queued = not begin.finished()
+    stream.record(end)
+    end.synchronize()
+    return end.seconds_after(begin), was_queued
+
+
+class KernelTimer:
+    """A timer of kernels and not of their launches: it keeps the current stream busy until all work is queued."""
+
+    def __init__(self, device: Device[Any]) -> None:
+        self._device = device
+        self._busy_s = INITIAL_BUSY_S
+
+    def seconds_of(self, issue: Callable[[], object]) -> float:
+        """Return the seconds of the work that ``issue`` issues.
+
+        If the stream became idle too early, issue everything again behind a longer wait. Raise ``ProbeError`` if even
+        the longest wait is too short.
+        """
+        while True:
+            elapsed_s, was_queued = timed(self._device, issue, partial(self._device.occupy, self._busy_s))
+            if was_queued or self._device.runs_when_issued:
+                return elapsed_s
+            if self._busy_s >= MAX_BUSY_S:
+                raise ProbeError(
+                    f"the time would be that of the launches and not of the kernels: the stream was idle before all "
+                    f"work was issued, although it was kept busy for {self._busy_s:.3g} s"
+                )
+            self._busy_s = min(4 * self._busy_s, MAX_BUSY_S)
+
+
+def synchronize(device: Device[Any]) -> None:
+    """Wait for the work that was issued on the caller's stream."""
+    timed(device, lambda: None)
+
+
+class Copies:
+    """Repeated copies of ``source`` to ``destination`` (fp32, [numel]) on a stream, with an event after each copy."""
+
+    def __init__(self, device: Device[Any], destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.stream = device.stream()
+        self.nbytes = source.nbytes
+        self._device = device
+        self._destination, self._source = destination.fill_(0), source.fill_(1)
+        synchronize(device)
+
+    def begin(self, origin: Event) -> None:
+        """Make the following copies start after ``origin``, from which ``times_s`` then counts."""
+        self.stream.wait(origin)
+        self._origin = origin
+        self._marks = [self._mark()]
+
+    def issue(self) -> None:
+        """Issue one copy on the stream."""
+        with self.stream.issue():
+            self._device.copy(self._destination, self._source)
+        self._marks.append(self._mark())
+
+    def times_s(self) -> list[float]:
+        """Wait for all copies, and return when the first copy started and when each copy ended."""
+        self._marks[-1].synchronize()
+        return [mark.seconds_after(self._origin) for mark in self._marks]
+
+    def _mark(self) -> Event:
+        mark: Event = self._device.event()
+        self.stream.record(mark)
+        return mark
+
+
+def h2d(device: Device[Any], nbytes: int, *, pinned: bool = True) -> Copies:
+    """Return copies of ``nbytes`` bytes each from host memory, pinned or pageable, to the accelerator."""
+    return Copies(device, device.empty(nbytes // 4, torch.float32), _on_host(device, nbytes, pinned))
+
+
+def d2h(device: Device[Any], nbytes: int, *, pinned: bool = True) -> Copies:
+    """Return copies of ``nbytes`` bytes each from the accelerator to host memory, pinned or pageable."""
+    return Copies(device, _on_host(device, nbytes, pinned), device.empty(nbytes // 4, torch.float32))
+
+
+def _on_host(device: Device[Any], nbytes: int, pinned: bool) -> torch.Tensor:
+    make = device.empty_host if pinned else partial(torch.empty, device="cpu")
+    return make(nbytes // 4, dtype=torch.float32)
+
+
+def record_origin(device: Device[Any], copies: Copies) -> tuple[Event, float]:
+    """Return the present moment on the device's clock (an event) and on the host's (``time.perf_counter``)."""
+    origin: Event = device.event()
+    copies.stream.record(origin)
+    origin.synchronize()
+    return origin, time.perf_counter()
+
+
+def issue_copies(device: Device[Any], directions: Sequence[Copies], count: int) -> float:
+    """Issue ``count`` copies per direction and return the host's time from which their ``times_s`` count.
+
+    The directions alternate, so that none starts much later than the others.
+    """
+    origin, origin_s = record_origin(device, directions[0])
+    for copies in directions:
+        copies.begin(origin)
+    for _ in range(count):
+        for copies in directions:
+            copies.issue()
+    return origin_s
+
+
+def window_s(directions: Sequence[Copies]) -> tuple[float, float]:
+    """Wait for the copies, and return when the last direction started and when the first one ended."""
+    times_s = [copies.times_s() for copies in directions]
+    return max(times[0] for times in times_s), min(times[-1] for times in times_s)
+
+
+def bytes_between(directions: Sequence[Copies], start_s: float, end_s: float) -> float:
+    """Return the bytes that all copies moved in this time. A copy that is partly inside counts in proportion."""
+    moved = 0.0
+    for copies in directions:
+        for begun_s, ended_s in pairwise(copies.times_s()):
+            inside_s = min(ended_s, end_s) - max(begun_s, start_s)
+            if inside_s > 0:
+                moved += copies.nbytes * inside_s / (ended_s - begun_s)
+    return moved
+
+
+def bandwidth(device: Device[Any], directions: Sequence[Copies], count: int, quantity: str) -> Probe:
+    """Return a probe of ``count`` copies in each direction: the bytes per second while all directions work."""
+
+    def repeat() -> Rates:
+        issue_copies(device, directions, count)
+        start_s, end_s = window_s(directions)
+        return {quantity: bytes_between(directions, start_s, end_s) / (end_s - start_s)}
+
+    return repeat
+
+
+def latency(device: Device[Any], copies: Copies, count: int = 64) -> Probe:
+    """Return a probe of the fixed cost of a copy: it times copies of few bytes, with the events that follow them."""
+    repeat = bandwidth(device, [copies], count, "bytes_per_s")
+    return lambda: {"copy_latency_s": copies.nbytes / repeat()["bytes_per_s"]}
 
 
 class HostStates:
     """The states of ``SUB_GROUPS`` sub-groups of a bf16 model, ``numel`` parameters in total, in one slab.
 
-    As in training, ``kernel`` touches the pages first, called on ``thread``, and both are used to update the states
-    later: a page is placed near the core that touches it first, which decides how fast it is updated on a machine with
-    several sockets. The thread is not the caller's, because a kernel that pins its threads also pins the thread that
-    calls it.
-
+    As in training, ``thread`` calls ``kernel`` to touch the pages first, which places them near its cores, and later
+    to update them. It is not the caller's thread: a kernel that pins its threads also pins the thread that calls it.
     Raise ``HostMemoryError`` if the memory cannot be reserved or page-locked.
     """
 
@@ -93,11 +239,9 @@ class Updates:
         self._step = 0
         kernel.restart()  # Other probes may have used the same kernel before.
         for state in states:
-            assert state.param is not None
             # Touch every page now, also in the accelerator's memory, so that no timed update pays for it.
-            for tensor, value in ((state.master, 1.0), (state.grad, 1e-2), (state.exp_avg, 0.0), (state.param, 0.0)):
-                tensor.fill_(value)
-            state.exp_avg_sq.fill_(0.0)
+            for name, tensor in vars(state).items():
+                tensor.fill_({"master": 1.0, "grad": 1e-2}.get(name, 0.0))
 
     def begin_step(self) -> None:
         """Start the next Adam step of all sub-groups."""
@@ -128,35 +272,28 @@ class Updates:
         self.begin_step()
         return self.update_all()
 
+    def params_per_s(self, times_s: Sequence[float]) -> float:
+        """Return the rate of the step with these times."""
+        return self.numel / (times_s[-1] - times_s[0])
+
 
 def host_updates(memory: HostStates) -> Probe:
     """Return a probe of the work of a CPU_STEP of training, on the thread that touched ``memory`` first."""
     updates = Updates(memory.sub_groups, memory.kernel)
-
-    def repeat() -> Rates:
-        times_s = memory.thread.submit(updates.step).result()
-        return {"cpu_adam_params_per_s": updates.numel / (times_s[-1] - times_s[0])}
-
-    return repeat
+    return lambda: {"cpu_adam_params_per_s": updates.params_per_s(memory.thread.submit(updates.step).result())}
 
 
 def stock_updates(kernel: AdamKernel, memory: HostStates, device: Device[Any]) -> Probe:
     """Return a probe of stock's ``kernel`` on the caller's thread, with fp32 gradients that it scales in place."""
     in_fp32 = [replace(state, grad=device.empty_host(state.grad.numel(), torch.float32)) for state in memory.sub_groups]
     updates = Updates(in_fp32, kernel)
-
-    def repeat() -> Rates:
-        times_s = updates.step()
-        return {"stock_cpu_adam_params_per_s": updates.numel / (times_s[-1] - times_s[0])}
-
-    return repeat
+    return lambda: {"stock_cpu_adam_params_per_s": updates.params_per_s(updates.step())}
 
 
 def host_updates_during_copies(device: Device[Any], memory: HostStates, directions: Sequence[Copies]) -> Probe:
-    """Return a probe that updates on the CPU while copies run both ways.
+    """Return a probe that updates on the CPU while copies run both ways. It raises ``ProbeError`` without overlap.
 
-    Only the sub-groups count whose update overlaps with copies in both directions. The probe raises ``ProbeError`` if
-    nothing overlapped.
+    Only the sub-groups count whose update overlaps with copies in both directions.
     """
     updates = Updates(memory.sub_groups, memory.kernel)
     for _ in range(2):  # the first iteration warms up
@@ -188,10 +325,11 @@ def host_updates_during_copies(device: Device[Any], memory: HostStates, directio
 def device_updates(device: Device[Any], numel: int, kernel: AdamKernel) -> Probe:
     """Return a probe of Adam on the accelerator as in training: ``LAUNCHES`` launches of ``numel`` parameters each.
 
-    If memory is short, each launch updates fewer parameters. The states of one launch are larger than the GPU's caches,
-    so that each launch reads its states from the GPU's memory.
+    The states of one launch, those of a bf16 model, are larger than the GPU's caches.
     """
-    updates = Updates(_states_that_fit(device, numel), kernel)
+    dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": torch.bfloat16, "param": torch.bfloat16}
+    states = [{name: device.empty(numel, dtype) for name, dtype in dtypes.items()} for _ in range(LAUNCHES)]
+    updates = Updates([AdamTensors(**tensors) for tensors in states], kernel)
     timer = KernelTimer(device)
     synchronize(device)
 
@@ -202,46 +340,29 @@ def device_updates(device: Device[Any], numel: int, kernel: AdamKernel) -> Probe
     return repeat
 
 
-def _states_that_fit(device: Device[Any], numel: int) -> list[AdamTensors]:
-    """Return states of ``LAUNCHES`` sub-groups of a bf16 model. Halve ``numel`` until they fit in the memory."""
-    dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": torch.bfloat16, "param": torch.bfloat16}
-    while True:
-        try:
-            return [
-                AdamTensors(**{name: device.empty(numel, dtype) for name, dtype in dtypes.items()})
-                for _ in range(LAUNCHES)
-            ]
-        except torch.OutOfMemoryError:
-            if numel // 2 < MIN_LAUNCH_NUMEL:
-                raise
-        numel //= 2
-
-
 def host_memory(slab: HostSlab) -> Probe:
     """Return a probe of memory that was touched and page-locked as in training: multiplied in place, then copied."""
     memory = slab.tensor(0, slab.size_bytes // 4, torch.float32).fill_(1)
     half, other_half = memory.chunk(2)
 
     def repeat() -> Rates:
-        times_s = [time.perf_counter()]
+        start_s = time.perf_counter()
         # The value stays in the range in which all products are equally fast: denormal numbers are slow.
         memory.mul_(-1.0)
-        times_s.append(time.perf_counter())
+        updated_s = time.perf_counter()
         half[: other_half.numel()].copy_(other_half)
-        times_s.append(time.perf_counter())
-        update_s, copy_s = (end_s - start_s for start_s, end_s in pairwise(times_s))
         return {
-            "dram_update_bytes_per_s": 2 * memory.nbytes / update_s,
-            "dram_copy_bytes_per_s": 2 * other_half.nbytes / copy_s,
+            "dram_copy_bytes_per_s": 2 * other_half.nbytes / (time.perf_counter() - updated_s),
+            "dram_update_bytes_per_s": 2 * memory.nbytes / (updated_s - start_s),
         }
 
     return repeat
 
 
 def matrix_products(device: Device[Any], rows_of: Mapping[str, int]) -> Probe:
-    """Return a probe that multiplies two bf16 matrices of shape [rows, rows], for each quantity in ``rows_of``.
+    """Return a probe of the FLOP/s of bf16 matrices of shape [rows, rows], for each quantity in ``rows_of``.
 
-    The probe returns FLOP/s. The matrices are random, because a GPU needs less power for constants and runs faster.
+    The matrices are random, because a GPU needs less power for constants and runs faster.
     """
     # The timer uses the caller's stream: cuBLAS keeps a workspace for every stream that it has been used on.
     timer = KernelTimer(device)
@@ -259,25 +380,3 @@ def matrix_products(device: Device[Any], rows_of: Mapping[str, int]) -> Probe:
         return timer.seconds_of(lambda: torch.mm(a, b, out=c))
 
     return lambda: {quantity: 2 * rows**3 / seconds_of(rows) for quantity, rows in rows_of.items()}
-
-
-def collective(
-    device: Device[Any], group: ProcessGroup, whole_bytes: int, quantity: str, *, reduces: bool = False
-) -> Probe:
-    """Return a probe of all-gathers, or of reduce-scatters if ``reduces``, of ``whole_bytes`` in bf16.
-
-    Each rank of ``group`` holds an equal part. The value is the bytes per second that a rank receives in an all-gather,
-    or sends in a reduce-scatter: all parts but its own.
-    """
-    numel = whole_bytes // torch.bfloat16.itemsize // group.size
-    part, whole = (device.empty(count, torch.bfloat16).fill_(1) for count in (numel, numel * group.size))
-    issue = partial(group.reduce_scatter, part, whole) if reduces else partial(group.all_gather, whole, part)
-    synchronize(device)
-
-    def repeat() -> Rates:
-        # The first collective is not timed: its start depends on when the other ranks issue it. The others are issued
-        # while it runs, so that the time includes no launches.
-        elapsed_s, _ = timed(device, lambda: [issue() for _ in range(COLLECTIVES)], first=issue)
-        return {quantity: COLLECTIVES * whole.nbytes * (group.size - 1) / group.size / elapsed_s}
-
-    return repeat

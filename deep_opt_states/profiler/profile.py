@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from statistics import median
 from typing import Any, TypeAlias
@@ -22,17 +23,17 @@ import torch
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel
+from deep_opt_states.device.kernels.choice import cpu_adam, gpu_adam
+from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import probes
-from deep_opt_states.profiler.copies import Copies, Probe, Rates, bandwidth, d2h, h2d, latency
-from deep_opt_states.profiler.peaks import peak_flops
-from deep_opt_states.profiler.probes import SUB_GROUPS, HostStates
+from deep_opt_states.profiler.probes import SUB_GROUPS, Copies, Probe, ProbeError, Rates, d2h, h2d
 from deep_opt_states.profiler.ranks import (
     CollectiveGroups,
-    ProbeError,
     ProcessGroup,
     Ranks,
     call_on_all_ranks,
+    collective,
     ranks_by_node,
 )
 from perf_model.prediction.hardware import (
@@ -47,9 +48,13 @@ from perf_model.prediction.hardware import (
     matmul_bounds,
     rates_above_limits,
 )
+from perf_model.presets.machines import MACHINES
 
 Prepare: TypeAlias = Callable[[], Probe] | str
 """A function that prepares a probe; a string is the reason why it cannot run on this machine."""
+
+Entry: TypeAlias = tuple[tuple[str, ...], Prepare]
+"""The quantities of a probe, and how to prepare it."""
 
 NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
 
@@ -108,11 +113,25 @@ FULL = ProbeEffort(
 )
 
 
-def sample(prepare: Callable[[], Probe], effort: ProbeEffort, ranks: Ranks) -> list[Rates]:
-    """Return the values of the slowest rank for each repetition; the result is the same on all ranks.
+_OTHER_GPUS = {"MIG", "NVL", "LAPTOP", "MAX", "MOBILE", "D", "TI"}
+"""Words in the names of slices of a GPU, and of other GPUs with almost the same name."""
 
-    This is a collective. Each repetition starts on all ranks at the same time, so that they load shared resources as
-    training does. Raise ``ProbeError`` on every rank if the probe fails on any rank.
+
+def peak_flops(gpu: str) -> float | None:
+    """Return the peak FLOP/s of ``gpu``, a name as the driver reports it, from the presets; None if it is not there."""
+    words = set(re.findall(r"[A-Z0-9]+", gpu.upper()))
+    if words & _OTHER_GPUS or words >= {"H100", "PCIE"}:
+        return None
+    # A preset names the GPU with its memory.
+    presets = (each for each in MACHINES.values() if words.issuperset(each.gpu.split("-")[:-1]))
+    return next((each.peak_flops for each in presets), None)
+
+
+def sample(prepare: Callable[[], Probe], effort: ProbeEffort, ranks: Ranks) -> list[Rates]:
+    """Return the values of the slowest rank for each repetition; the same on all ranks, which all call this.
+
+    Each repetition starts on all ranks at the same time, so that they load shared resources as training does. Raise
+    ``ProbeError`` on every rank if the probe fails on any rank.
     """
     repeat = call_on_all_ranks(ranks, prepare)
     last_s = 0.0
@@ -130,37 +149,27 @@ def _slowest(by_rank: list[Rates]) -> Rates:
 
 
 def training_cpu_adam(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
-    """Return the CPU kernel that training uses, each thread pinned to its entry of ``cores`` if there are any.
-
-    The first call on a machine compiles DeepSpeed's op and the plugin's library. Raise DeepSpeed's error if that fails.
-    """
-    from deep_opt_states.device.kernels.choice import cpu_adam
-
+    """Return the CPU kernel that training uses. The first call on a machine compiles, or raises DeepSpeed's error."""
     return cpu_adam(num_sub_groups, DEFAULT_BETAS, adamw=True, num_threads=num_threads, cores=cores).kernel
 
 
 def training_gpu_adam() -> AdamKernel:
-    """Return the GPU kernel that training uses, compiled for bf16 gradients and parameters.
-
-    Raise ``KernelUnavailable`` if there is no such kernel on this machine.
-    """
-    from deep_opt_states.device.kernels.choice import gpu_adam
-
+    """Return the GPU kernel that training uses, compiled for bf16. Raise ``KernelUnavailable`` if there is none."""
     kernel = gpu_adam(DEFAULT_BETAS, adamw=True)
     kernel.compile([torch.bfloat16], [torch.bfloat16])
     return kernel
 
 
-def stock_cpu_adam(num_sub_groups: int) -> AdamKernel:
-    """Return stock's kernel of three passes, which runs on PyTorch's threads and scales the fp32 gradient in place."""
-    from deep_opt_states.device.kernels.stock import StockAdam
+class StockPasses(StockAdam):
+    """Stock's kernel of three passes, which runs on PyTorch's threads and scales the fp32 gradient in place."""
 
-    class StockPasses(StockAdam):
-        def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-            assert grad.dtype == torch.float32
-            return grad.mul_(grad_scale)
+    def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
+        """Return the gradient itself, scaled."""
+        assert grad.dtype == torch.float32
+        return grad.mul_(grad_scale)
 
-    return StockPasses(num_sub_groups, DEFAULT_BETAS, adamw=True)
+
+stock_cpu_adam = partial(StockPasses, betas=DEFAULT_BETAS, adamw=True)
 
 
 def measure(
@@ -171,14 +180,12 @@ def measure(
     threads: int,
     cores: Sequence[int] = (),
     groups: CollectiveGroups = NO_GROUPS,
-    progress: Callable[[int, int, str], object] = lambda done, total, quantity: None,
+    progress: Callable[[Collection[Entry]], Iterable[Entry]] = iter,
 ) -> HardwareProfile:
     """Return the profile of this machine with all ``ranks`` at work at the same time; the same on all ranks.
 
     This is a collective. ``device`` is None if the accelerator is the CPU. ``threads`` threads of this rank update on
-    the CPU, pinned to ``cores`` if there are any. ``groups`` are those whose collectives are measured. ``progress`` is
-    called with the number of probes that are done, the number of all of them, and a quantity of the next one, and once
-    at the end.
+    the CPU, pinned to ``cores`` if there are any. ``progress`` iterates over the probes and shows it.
 
     Raise ``ProfileError`` on every rank if a quantity that every prediction needs could not be measured; any other
     quantity that fails is waived with the reason. All memory of the probes is freed, also in PyTorch's caches.
@@ -189,10 +196,8 @@ def measure(
     try:
         with ExitStack() as reserved:
             entries = _entries(device, host, effort, on_node, threads, cores, groups, reserved)
-            for done, (quantities, prepare) in enumerate(entries.items()):
-                progress(done, len(entries), quantities[0])
+            for quantities, prepare in progress(entries.items()):
                 measurements |= _measure(quantities, prepare, effort, ranks)
-            progress(len(entries), len(entries), "done")
     finally:
         # The states of training need the memory that the probes used.
         host.release_cached()
@@ -215,8 +220,7 @@ def measure(
         }
 
     described = ranks.gather(call_on_all_ranks(ranks, about))[0]
-    measurements |= noise_waivers(measurements)
-    measurements |= matmul_waivers(measurements, described["gpu_memory_bytes"], described["gpu_peak_flops"])
+    measurements |= noise_waivers(measurements, described["gpu_memory_bytes"], described["gpu_peak_flops"])
     return HardwareProfile(measurements={name: measurements[name] for name in QUANTITIES}, **described)
 
 
@@ -243,107 +247,91 @@ def _entries(
     gathered_bytes = int(effort.copy_bytes * (GATHERED_SHARE_ON_CPU if device is None else GATHERED_SHARE))
 
     @cache
-    def memory() -> HostStates:
-        states = HostStates(host, update_numel, training_cpu_adam(SUB_GROUPS, threads, cores))
+    def memory() -> probes.HostStates:
+        states = probes.HostStates(host, update_numel, training_cpu_adam(SUB_GROUPS, threads, cores))
         reserved.callback(states.close)
         return states
 
-    def both() -> list[Copies]:
-        return [h2d(host, copy_bytes), d2h(host, copy_bytes)]
+    def copies(*directions: Callable[..., Copies]) -> list[Copies]:
+        return [direction(host, copy_bytes) for direction in directions]
 
-    def collective(group: ProcessGroup | str, quantity: str, **options: bool) -> Prepare:
+    def bandwidth(quantity: str, *directions: Callable[..., Copies]) -> dict[tuple[str, ...], Prepare]:
+        return {(quantity,): lambda: probes.bandwidth(host, copies(*directions), 2 * len(directions), quantity)}
+
+    def gathers(quantity: str, group: ProcessGroup | str, **options: bool) -> dict[tuple[str, ...], Prepare]:
         if isinstance(group, str):
-            return group
-        return lambda: probes.collective(host, group, gathered_bytes, quantity, **options)
+            return {(quantity,): group}
+        return {(quantity,): lambda: collective(host, group, gathered_bytes, quantity, **options)}
 
     on_device: dict[tuple[str, ...], Prepare] = {
-        ("h2d_bytes_per_s",): lambda: bandwidth(host, [h2d(host, copy_bytes)], 2, "h2d_bytes_per_s"),
-        ("d2h_bytes_per_s",): lambda: bandwidth(host, [d2h(host, copy_bytes)], 2, "d2h_bytes_per_s"),
-        ("both_bytes_per_s",): lambda: bandwidth(host, both(), 4, "both_bytes_per_s"),
-        ("pageable_h2d_bytes_per_s",): lambda: bandwidth(
-            host, [h2d(host, copy_bytes, pinned=False)], 2, "pageable_h2d_bytes_per_s"
+        **bandwidth("h2d_bytes_per_s", h2d),
+        **bandwidth("d2h_bytes_per_s", d2h),
+        **bandwidth("both_bytes_per_s", h2d, d2h),
+        **bandwidth("pageable_h2d_bytes_per_s", partial(h2d, pinned=False)),
+        ("cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s"): lambda: (
+            probes.host_updates_during_copies(host, memory(), copies(h2d, d2h))
         ),
-        (
-            "cpu_adam_beside_transfers_params_per_s",
-            "both_beside_cpu_adam_bytes_per_s",
-        ): lambda: probes.host_updates_during_copies(host, memory(), both()),
         ("gpu_adam_params_per_s",): lambda: probes.device_updates(host, effort.launch_numel, training_gpu_adam()),
     }
     if device is None:
         on_device = dict.fromkeys(on_device, NO_ACCELERATOR)
     return {
-        ("copy_latency_s",): lambda: latency(host, h2d(host, small_bytes)),
+        ("copy_latency_s",): lambda: probes.latency(host, h2d(host, small_bytes)),
         ("cpu_adam_params_per_s",): lambda: probes.host_updates(memory()),
         ("stock_cpu_adam_params_per_s",): lambda: probes.stock_updates(stock_cpu_adam(SUB_GROUPS), memory(), host),
         ("dram_update_bytes_per_s", "dram_copy_bytes_per_s"): lambda: probes.host_memory(memory().slab),
         **on_device,
         tuple(matrices): lambda: probes.matrix_products(host, matrices),
-        ("all_gather_bytes_per_s",): collective(groups.in_node, "all_gather_bytes_per_s"),
-        ("reduce_scatter_bytes_per_s",): collective(groups.in_node, "reduce_scatter_bytes_per_s", reduces=True),
-        ("inter_node_bytes_per_s",): collective(groups.across_nodes, "inter_node_bytes_per_s"),
+        **gathers("all_gather_bytes_per_s", groups.in_node),
+        **gathers("reduce_scatter_bytes_per_s", groups.in_node, reduces=True),
+        **gathers("inter_node_bytes_per_s", groups.across_nodes),
     }
 
 
 def _measure(quantities: Sequence[str], prepare: Prepare, effort: ProbeEffort, ranks: Ranks) -> dict[str, Measurement]:
-    if isinstance(prepare, str):
-        return dict.fromkeys(quantities, Measurement(waived=prepare))
+    """Return the samples of each quantity without those that no machine reaches, or the waiver with the reason."""
     try:
-        samples = sample(prepare, effort, ranks)
+        if isinstance(prepare, str):
+            raise ProbeError(prepare)
+        by_repetition = sample(prepare, effort, ranks)
     except ProbeError as error:
         return dict.fromkeys(quantities, Measurement(waived=str(error)))
-    return {name: _plausible(name, [rates[name] for rates in samples]) for name in quantities}
+    measured = {}
+    for name in quantities:
+        samples, (_, low, high) = [rates[name] for rates in by_repetition], QUANTITIES[name]
+        inside = tuple(rate for rate in samples if low <= rate <= high)
+        why = f"{IMPLAUSIBLE}the median is {median(samples):.3g}, outside {low:g} to {high:g}"
+        is_plausible = 2 * len(inside) > len(samples)
+        measured[name] = Measurement(samples=inside) if is_plausible else Measurement(waived=why)
+    return measured
 
 
-def _plausible(name: str, samples: Sequence[float]) -> Measurement:
-    """Return the samples without those that no machine reaches, such as those of a process that was stopped.
+def noise_waivers(
+    measurements: Mapping[str, Measurement], gpu_memory_bytes: int | None = None, peak: float | None = None
+) -> dict[str, Measurement]:
+    """Return waivers for the rates that other load on the machine has falsified.
 
-    The measurement is waived if half of the samples or more are implausible.
-    """
-    low, high = QUANTITIES[name].low, QUANTITIES[name].high
-    inside = tuple(rate for rate in samples if low <= rate <= high)
-    if 2 * len(inside) > len(samples):
-        return Measurement(samples=inside)
-    return Measurement(waived=f"{IMPLAUSIBLE}the median is {median(samples):.3g}, outside {low:g} to {high:g}")
-
-
-def noise_waivers(measurements: Mapping[str, Measurement]) -> dict[str, Measurement]:
-    """Return waivers for the concurrent rates that are far above the same rates alone.
-
-    Such a value cannot be right, but it is no reason to stop a training run. It occurs if another process slowed the
-    measurement of the rates alone.
+    These are concurrent rates far above the same rates alone, and rates of products that no GPU has, or that exceed
+    ``peak``, in FLOP/s. A CPU may have any rate of products.
     """
 
     def median_of(name: str) -> float | None:
-        return measurements[name].median if measurements[name].samples else None
+        found = measurements.get(name)
+        return found.median if found and found.samples else None
 
-    return {
-        name: Measurement(waived=f"{IMPLAUSIBLE}{rate:.3g}, above {tolerance} times {names} alone, {alone:.3g}")
+    reasons = {
+        name: f"{rate:.3g}, above {tolerance} times {names} alone, {alone:.3g}"
         for name, rate, names, alone, tolerance in rates_above_limits(median_of)
     }
-
-
-def matmul_waivers(
-    measurements: Mapping[str, Measurement], gpu_memory_bytes: int | None, peak: float | None
-) -> dict[str, Measurement]:
-    """Return waivers for the rates of matrix products that no GPU has, or that exceed ``peak``, in FLOP/s.
-
-    Return none on a machine without a GPU. Another process that uses the GPU can make products that slow.
-    """
-    large = measurements["matmul_flops_per_s"]
-    if gpu_memory_bytes is None or not large.samples:
-        return {}
-    low, high = matmul_bounds(gpu_memory_bytes, peak, has_accelerator=True)
-    if low <= large.median <= high:
-        return {}
-    why = f"{IMPLAUSIBLE}{large.median:.3g} FLOP/s, outside {low:.3g} to {high:.3g}"
-    return dict.fromkeys(("matmul_flops_per_s", "matmul_small_flops_per_s"), Measurement(waived=why))
+    rate, (low, high) = median_of("matmul_flops_per_s"), matmul_bounds(gpu_memory_bytes, peak, has_accelerator=True)
+    if gpu_memory_bytes is not None and rate is not None and not low <= rate <= high:
+        why = f"{rate:.3g} FLOP/s, outside {low:.3g} to {high:.3g}"
+        reasons |= dict.fromkeys(("matmul_flops_per_s", "matmul_small_flops_per_s"), why)
+    return {name: Measurement(waived=f"{IMPLAUSIBLE}{why}") for name, why in reasons.items()}
 
 
 def describe(*, on_accelerator: bool, ranks_on_node: int, threads: int) -> Provenance:
-    """Return the provenance of a measurement that is made now on this machine.
-
-    ``threads`` threads per rank update on the CPU, each on a core of its own.
-    """
+    """Return the provenance of a measurement now on this machine, where ``threads`` threads per rank update."""
     gpu = machine.gpu() if on_accelerator else None
     return Provenance(
         source="measured",

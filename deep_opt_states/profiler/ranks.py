@@ -1,4 +1,4 @@
-"""The ranks that measure together, the groups whose collectives are measured, and what happens if one rank fails."""
+"""The ranks that measure together, with their failures and their collectives."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
+from torch.distributed import new_subgroups_by_enumeration
 
+from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.slab import HostMemoryError
+from deep_opt_states.profiler.probes import Probe, ProbeError, Rates, synchronize, timed
 
 Value = TypeVar("Value")
 
 TIMEOUT = timedelta(seconds=60)
 """The time after which a measured collective fails because another rank takes no part in it."""
 
+COLLECTIVES = 4
+"""Collectives that are timed per repetition, one after another."""
+
 # PyTorch 2.13 warns about the older names, which DeepSpeed uses.
 _ALL_GATHER = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
-
-
-class ProbeError(RuntimeError):
-    """An error for a probe that cannot run, or whose result cannot be trusted."""
 
 
 class Ranks:
@@ -51,10 +54,7 @@ class Ranks:
 
 @contextmanager
 def launched_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
-    """Yield the ranks of the launcher (torchrun, deepspeed) that started this process and set ``environ``.
-
-    Several ranks meet in a Gloo process group, which is destroyed at the end.
-    """
+    """Yield the ranks of the launcher (torchrun, deepspeed) that set ``environ``; several meet in a Gloo group."""
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
@@ -81,10 +81,9 @@ def call_on_all_ranks(ranks: Ranks, action: Callable[[], Value]) -> Value:
     except Exception as error:  # noqa: BLE001 (the other ranks get it first: without it they would wait forever)
         failure = error
     try:
-        failures = ranks.gather(None if failure is None else _describe(failure))
-        if any(failures):
-            texts = [text if ranks.size == 1 else f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
-            raise ProbeError("; ".join(texts)) from failure
+        texts = ranks.gather(None if failure is None else _describe(failure))
+        if failed := [text if ranks.size == 1 else f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+            raise ProbeError("; ".join(failed)) from failure
     finally:
         # The failure's traceback refers to this frame: the cycle would keep the probe's memory until it is collected.
         del failure
@@ -115,7 +114,10 @@ def ranks_by_node(ranks: Ranks, environ: Mapping[str, str]) -> list[list[int]]:
 
 
 class ProcessGroup:
-    """The ranks of a process group of ``torch.distributed``, with the collectives that DeepSpeed calls."""
+    """The ranks of a process group of ``torch.distributed``, with the collectives that DeepSpeed calls.
+
+    The current stream waits for the result of each.
+    """
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
         self._group = group
@@ -123,19 +125,19 @@ class ProcessGroup:
         self.size = torch.distributed.get_world_size(group)
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Gather every rank's ``part``, [n], in ``whole``, [n * size]; the current stream waits for the result."""
+        """Gather every rank's ``part``, [n], in ``whole``, [n * size]."""
         _ALL_GATHER(whole, part, group=self._group)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's ``part``, [n], of the sum of every rank's ``whole``, [n * size]; the stream waits."""
+        """Write this rank's ``part``, [n], of the sum of every rank's ``whole``, [n * size]."""
         _REDUCE_SCATTER(part, whole, group=self._group)
 
 
 class CollectiveGroups(NamedTuple):
-    """The groups whose collectives this rank measures, all groups at once.
+    """The groups whose collectives this rank measures, all groups at the same time.
 
-    ``in_node`` are the ranks of this rank's node, and ``across_nodes`` are those with this rank's place on every node.
-    A string, the same on all ranks, is why there is no group.
+    ``in_node`` holds the ranks of this rank's node, ``across_nodes`` those with this rank's place on every node. A
+    string, the same on all ranks, is the reason why there is no group.
     """
 
     in_node: ProcessGroup | str
@@ -149,31 +151,39 @@ def collective_groups(ranks: Ranks, backend: str, environ: Mapping[str, str]) ->
     """
     if ranks.size == 1:
         return CollectiveGroups("one rank", "one rank")
+
+    def own(groups: Sequence[Sequence[int]]) -> ProcessGroup | str:
+        members = [list(group) for group in groups]
+        try:
+            new_groups = partial(new_subgroups_by_enumeration, members, timeout=TIMEOUT, backend=backend)
+            return ProcessGroup(call_on_all_ranks(ranks, new_groups)[0])
+        except ProbeError as error:
+            return str(error)
+
     nodes = ranks_by_node(ranks, environ)
-    in_node: ProcessGroup | str = "one rank on a node"
-    across: ProcessGroup | str = "one node"
     sizes = sorted({len(node) for node in nodes})
-    if sizes[0] > 1:
-        in_node = _own_group(ranks, nodes, backend)
+    in_node = own(nodes) if sizes[0] > 1 else "one rank on a node"
     if len(sizes) > 1:
-        across = f"the nodes have different numbers of ranks, {sizes[0]} to {sizes[-1]}"
-    elif len(nodes) > 1:
-        across = _own_group(ranks, list(zip(*nodes, strict=True)), backend)
-    return CollectiveGroups(in_node, across)
+        return CollectiveGroups(in_node, f"the nodes have different numbers of ranks, {sizes[0]} to {sizes[-1]}")
+    return CollectiveGroups(in_node, own(list(zip(*nodes, strict=True))) if len(nodes) > 1 else "one node")
 
 
-def _own_group(ranks: Ranks, groups: Sequence[Sequence[int]], backend: str) -> ProcessGroup | str:
-    """Create a process group for each of ``groups``, in which all ranks take part, and return this rank's own.
+def collective(
+    device: Device[Any], group: ProcessGroup, whole_bytes: int, quantity: str, *, reduces: bool = False
+) -> Probe:
+    """Return a probe of all-gathers, or of reduce-scatters if ``reduces``, of ``whole_bytes`` in bf16.
 
-    Return the reason on all ranks if it failed on any of them.
+    The value is the bytes per second that a rank receives or sends: the parts of all ranks of ``group`` but its own.
     """
+    numel = whole_bytes // torch.bfloat16.itemsize // group.size
+    part, whole = (device.empty(count, torch.bfloat16).fill_(1) for count in (numel, numel * group.size))
+    issue = partial(group.reduce_scatter, part, whole) if reduces else partial(group.all_gather, whole, part)
+    synchronize(device)
 
-    def create() -> ProcessGroup:
-        created = [torch.distributed.new_group(list(group), timeout=TIMEOUT, backend=backend) for group in groups]
-        (own,) = (group for group, members in zip(created, groups, strict=True) if ranks.rank in members)
-        return ProcessGroup(own)
+    def repeat() -> Rates:
+        # The first collective is not timed: its start depends on when the other ranks issue it. The others are issued
+        # while it runs, so that the time includes no launches.
+        elapsed_s, _ = timed(device, lambda: [issue() for _ in range(COLLECTIVES)], first=issue)
+        return {quantity: COLLECTIVES * whole.nbytes * (group.size - 1) / group.size / elapsed_s}
 
-    try:
-        return call_on_all_ranks(ranks, create)
-    except ProbeError as error:
-        return str(error)
+    return repeat

@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.adam import NUMEL, adam_gpu
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.profiler.probes import collective
-from deep_opt_states.profiler.ranks import ProcessGroup
+from deep_opt_states.profiler.ranks import ProcessGroup, collective
 from perf_model.prediction.hardware import HardwareProfile
 from tests.gpu.figures import figure
 from tests.gpu.time_left import seconds_left

@@ -16,9 +16,9 @@ import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.profiler import ranks as ranks_module
-from deep_opt_states.profiler.probes import collective
+from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import sample
-from deep_opt_states.profiler.ranks import ProbeError, ProcessGroup, Ranks, collective_groups, launched_ranks
+from deep_opt_states.profiler.ranks import ProcessGroup, Ranks, collective, collective_groups, launched_ranks
 from tests.launch import answer
 from tests.profiler.test_profile import SMALL
 

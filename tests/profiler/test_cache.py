@@ -13,8 +13,9 @@ import pytest
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import cached_path, quick_profile
+from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import NO_ACCELERATOR, noise_waivers
-from deep_opt_states.profiler.ranks import ProbeError, Ranks
+from deep_opt_states.profiler.ranks import Ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import profile
 from tests.profiler.threads import on_ranks

@@ -7,8 +7,14 @@ import platform
 import pytest
 import torch
 
-from deep_opt_states.profiler.probes import COLLECTIVES, collective
-from deep_opt_states.profiler.ranks import CollectiveGroups, Ranks, collective_groups, ranks_by_node
+from deep_opt_states.profiler.ranks import (
+    COLLECTIVES,
+    CollectiveGroups,
+    Ranks,
+    collective,
+    collective_groups,
+    ranks_by_node,
+)
 from perf_model.prediction.hardware import QUANTITIES
 from tests.launch import run_ranks
 from tests.profiler.test_profile import SMALL

@@ -12,11 +12,14 @@ import torch
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
-from deep_opt_states.profiler.copies import Probe, d2h, h2d
 from deep_opt_states.profiler.probes import (
     SUB_GROUPS,
     HostStates,
+    Probe,
+    ProbeError,
+    d2h,
     device_updates,
+    h2d,
     host_memory,
     host_updates,
     host_updates_during_copies,
@@ -24,7 +27,6 @@ from deep_opt_states.profiler.probes import (
     stock_updates,
 )
 from deep_opt_states.profiler.profile import stock_cpu_adam, training_cpu_adam
-from deep_opt_states.profiler.ranks import ProbeError
 from tests.profiler.virtual import TimedAdam, VirtualDevice
 from tests.runtime.plain_adam import PlainAdam
 

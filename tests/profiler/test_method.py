@@ -7,9 +7,9 @@ import time
 import pytest
 
 from deep_opt_states.device.kernels.library import KernelUnavailable
-from deep_opt_states.profiler.copies import Rates
+from deep_opt_states.profiler.probes import ProbeError, Rates
 from deep_opt_states.profiler.profile import FULL, QUICK, ProbeEffort, sample
-from deep_opt_states.profiler.ranks import ProbeError, Ranks, call_on_all_ranks
+from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from perf_model.prediction.hardware import MATMUL_SIZE
 from tests.profiler.threads import on_ranks
 

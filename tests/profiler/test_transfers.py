@@ -11,7 +11,7 @@ import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
-from deep_opt_states.profiler.copies import Copies, Probe, bandwidth, d2h, h2d, latency
+from deep_opt_states.profiler.probes import Copies, Probe, bandwidth, d2h, h2d, latency
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Seeded
 from tests.profiler.virtual import VirtualDevice

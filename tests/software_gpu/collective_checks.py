@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.profiler.probes import collective
 from deep_opt_states.profiler.profile import sample
-from deep_opt_states.profiler.ranks import Ranks, collective_groups
+from deep_opt_states.profiler.ranks import Ranks, collective, collective_groups
 from tests.profiler.test_profile import SMALL
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
