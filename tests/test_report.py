@@ -12,24 +12,24 @@ from itertools import count
 import pytest
 
 from deep_opt_states.report.line import (
+    EVERY_UPDATES,
     WARM_UPDATES,
     Event,
     MonitorEvents,
     ProgressLine,
-    ReportedPlan,
     ReportSink,
+    SlowCpu,
     UpdateReporter,
 )
 from deep_opt_states.report.record import (
     ComparisonRow,
     MeasuredUpdate,
     PredictedUpdate,
+    ReportedPlan,
     StepCounts,
     UpdateRecord,
-    Work,
     compare,
 )
-from deep_opt_states.report.slow_cpu import EVERY_UPDATES, SlowCpu
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.host_layout import Widths
@@ -88,7 +88,7 @@ def test_the_exposed_time_is_predicted_for_the_measured_windows() -> None:
     assert rows["exposed"] == ComparisonRow("exposed", 7.0, 4)
 
 
-WORK = Work(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=Widths(param=2, grad=2))
+PLANNED = ReportedPlan(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=Widths(param=2, grad=2))
 """The work of four units."""
 
 
@@ -98,7 +98,7 @@ def reported(predicted: Timeline | None, updates: Sequence[float], sinks: Sequen
     predict = None if predicted is None else lambda _: PredictedUpdate(predicted, 0.0)
     steps = count(1)
     reporter = UpdateReporter(
-        ReportedPlan(work=WORK, predict=predict), sinks, lambda: StepCounts(step := next(steps), 8 * step), log.append
+        replace(PLANNED, predict=predict), sinks, lambda: StepCounts(step := next(steps), 8 * step), log.append
     )
     for update_s in updates:
         reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
@@ -125,7 +125,7 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
             os.write(write_end, b"closed")
 
     read_end, write_end = os.pipe()
-    reporter = UpdateReporter(ReportedPlan(work=WORK), [Closed()], lambda: StepCounts(1, 8), lambda _: None)
+    reporter = UpdateReporter(PLANNED, [Closed()], lambda: StepCounts(1, 8), lambda _: None)
     if (child := os.fork()) == 0:
         reporter.close()
         os._exit(0)
@@ -147,7 +147,7 @@ def test_nothing_is_logged_without_a_prediction_or_without_an_update() -> None:
 
 
 def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> None:
-    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], WORK, lambda: timeline(2.0))
+    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], PLANNED, lambda: timeline(2.0))
     numbers = record.numbers
     # Two PREFETCH actions of 12 bytes per parameter and two PUBLISH actions of 2 take 2 s each.
     assert numbers.h2d_bytes_per_s == (12 * (10 + 10) + 2 * (10 + 8)) / 8.0
@@ -158,14 +158,14 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
 
 
 def test_rates_count_only_the_bytes_that_are_copied() -> None:
-    in_host_memory = replace(WORK, widths=Widths(param=2, grad=2, publishes=False))
+    in_host_memory = replace(PLANNED, widths=Widths(param=2, grad=2, publishes=False))
     record = UpdateRecord(StepCounts(1, 8), [], in_host_memory, lambda: timeline(2.0))
     assert record.numbers.h2d_bytes_per_s == 12 * (10 + 10) / 8.0
     assert record.numbers.d2h_bytes_per_s == 12 * (10 + 10) / 4.0
 
 
 def test_there_is_no_rate_for_a_time_of_zero_seconds() -> None:
-    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 0.0)], WORK, lambda: timeline(0.0))
+    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 0.0)], PLANNED, lambda: timeline(0.0))
     numbers = record.numbers
     assert (numbers.h2d_bytes_per_s, numbers.d2h_bytes_per_s, numbers.params_per_s) == (None, None, None)
 
@@ -193,7 +193,7 @@ def test_the_plan_is_logged_at_the_end_if_something_was_updated() -> None:
     for updates, expected in (([], []), ([1.0], ["cpu: 4 units"])):
         log: list[str] = []
         reporter = UpdateReporter(
-            ReportedPlan(work=WORK, description="cpu: 4 units"), [], lambda: StepCounts(1, 8), log.append
+            replace(PLANNED, description="cpu: 4 units"), [], lambda: StepCounts(1, 8), log.append
         )
         for update_s in updates:
             reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
@@ -230,7 +230,7 @@ def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue
 @pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
 def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: float, is_slow: bool) -> None:
     lines: list[str] = []
-    plan = ReportedPlan(work=WORK, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
+    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
     reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
     exposed = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]
     for _ in range(EVERY_UPDATES - 1):
@@ -250,7 +250,7 @@ def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: fl
 
 def test_a_few_slow_updates_on_the_cpu_are_not_logged() -> None:
     lines: list[str] = []
-    plan = ReportedPlan(work=WORK, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
+    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
     reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
     for number in range(4 * EVERY_UPDATES):
         measured = timeline(50.0 if number % 3 == 0 else 1.0)

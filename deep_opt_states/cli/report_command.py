@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from deep_opt_states.report.page import render
-from deep_opt_states.report.run import PAGE, RecordedRun, RunError
+from deep_opt_states.report.line import PAGE
+from deep_opt_states.report.page import RecordedRun, RunError, render
 
 
 def run(folder: Path, output: Path | None) -> int:

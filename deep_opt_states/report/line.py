@@ -1,30 +1,38 @@
-"""Report each update to a log line, DeepSpeed's monitor and a folder, and its prediction at the end of training."""
+"""Report each update to a log line, DeepSpeed's monitor and a folder, and its prediction at the end of training.
+
+The folder holds ``run.json``, the description of the run with the prediction next to the measurement; ``steps.jsonl``,
+one line per update; ``timeline.json`` and ``predicted.json``, traces of the last update and of its prediction.
+"""
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Protocol, TextIO
 
+from deep_opt_states.files import replace_file
 from deep_opt_states.report.record import (
     EXPOSED,
     UPDATE,
     ComparisonRow,
     MeasuredUpdate,
     PredictedUpdate,
+    ReportedPlan,
+    RunInfo,
     StepCounts,
     UpdateRecord,
-    Work,
     compare,
     median_windows,
 )
-from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.schedule.action import ActionKind
 from perf_model.units import GB, gigabytes_per_second, params_per_second, percent, seconds
 
 WARM_UPDATES = 2
@@ -32,6 +40,12 @@ WARM_UPDATES = 2
 
 COMPARED_UPDATES = 100
 """The number of last updates that are compared, and the most since the last line that its median is taken of."""
+
+SLOW, EVERY_UPDATES = 2.0, 25
+"""The measured over the predicted seconds of CPU updates above which a line is logged, and the updates between two
+comparisons, which cost a simulation each. Predictions are within a few tens of percent."""
+
+INFO, STEPS, MEASURED, PREDICTED, PAGE = "run.json", "steps.jsonl", "timeline.json", "predicted.json", "report.html"
 
 
 class ReportSink(Protocol):
@@ -48,24 +62,10 @@ class ReportSink(Protocol):
         return
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportedPlan:
-    """The plan of the updates, as reports need it.
-
-    ``work`` is the work of each update. ``predict`` predicts an update for given windows; None disables predictions.
-    ``description`` describes the placements and is logged at the end.
-    """
-
-    work: Work
-    predict: Callable[[Windows], PredictedUpdate] | None = None
-    description: str = ""
-
-
 class UpdateReporter:
-    """A reporter of all updates of one engine.
+    """A reporter of all updates of one engine. ``read_counts`` returns the counts of the one that is being reported.
 
-    ``read_counts`` returns the counts of the update that is being reported. ``log`` prints a line. A sink that fails is
-    logged once and then disabled, since a report must not end the training.
+    A sink that fails is logged once and then disabled, since a report must not end the training.
     """
 
     def __init__(
@@ -87,20 +87,19 @@ class UpdateReporter:
         atexit.register(self.close)
 
     def change_plan(self, plan: ReportedPlan) -> None:
-        """Report ``plan`` from now on, and compare it with the updates from now on."""
+        """Report ``plan``, and compare it with the updates, from now on."""
         self._plan = plan
         # A prediction is a simulation. The sinks and the end of training request the same one.
         self._predict = None if plan.predict is None else lru_cache(maxsize=1)(plan.predict)
         self._measured.clear()
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
-        """Report one update.
+        """Report one update, with the ``phases`` of the model before, during and after it.
 
-        ``phases`` are the phases of the model before, during and after the update. ``timeline`` returns the measured
-        timeline; it is called only if a reported number needs it.
+        ``timeline`` returns the measured timeline; it is called only if a reported number needs it.
         """
         self._updates += 1
-        record = UpdateRecord(self._read_counts(), phases, self._plan.work, timeline)
+        record = UpdateRecord(self._read_counts(), phases, self._plan, timeline)
         if self._predict is not None and self._updates > WARM_UPDATES:
             self._measured.append(record.measured)
         self._call_sinks(lambda sink: sink.updated(record, self))
@@ -184,10 +183,7 @@ Event = tuple[str, float, int]
 
 
 class MonitorEvents(ReportSink):
-    """A sink for DeepSpeed's monitor: TensorBoard, W&B, Comet, CSV files.
-
-    ``write`` gets the numbers of every update, and predictions when DeepSpeed prints.
-    """
+    """A sink for DeepSpeed's monitor: the numbers of every update, and predictions when DeepSpeed prints."""
 
     name = "monitor"
 
@@ -207,3 +203,96 @@ class MonitorEvents(ReportSink):
             if row.name in (UPDATE, EXPOSED):
                 values |= {f"predicted_{row.name}_s": row.predicted_s, f"predicted_{row.name}_error": row.error}
         self._write([(f"Train/Update/{name}", value, record.counts.samples) for name, value in values.items()])
+
+
+class SlowCpu(ReportSink):
+    """A sink that logs once that updates on the CPU run far below the profile. The plan does not follow them."""
+
+    name = "the check of CPU updates"
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log: Callable[[str], None] | None = log
+        self._updates = 0
+
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Compare the medians of the last updates with the prediction, every ``EVERY_UPDATES`` updates."""
+        self._updates += 1
+        if self._log is None or self._updates % EVERY_UPDATES or reporter.compared_updates < EVERY_UPDATES // 2:
+            return
+        for row in reporter.comparison():
+            if row.name == ActionKind.CPU_STEP.value and row.measured_s > SLOW * row.predicted_s:
+                self._log(
+                    f"CPU updates run at {row.predicted_s / row.measured_s:.2f} of the profile, and should be near 1: "
+                    f"{seconds(row.measured_s)} per update instead of {seconds(row.predicted_s)} (median of "
+                    f"{reporter.compared_updates} updates). Other processes or ranks may use the cores of this rank: "
+                    f'keep "bind_cores" enabled. If the machine has changed, measure a new profile: '
+                    f"deep-opt-states profile"
+                )
+                self._log = None
+                return
+
+
+class RunWriter(ReportSink):
+    """A sink that writes the files of a run; the first update deletes those of an earlier run.
+
+    Each update gives a line. The other files are written when DeepSpeed prints, and at the end.
+    """
+
+    name = "deep_optimizer_states.report"
+    _open: dict[Path, TextIO] = {}  # noqa: RUF012
+    """The lines that engines of this process write, by folder."""
+
+    def __init__(self, folder: Path, every_n_steps: float | None, describe: Callable[[], RunInfo]) -> None:
+        self._folder = folder
+        self._every_n_steps = every_n_steps
+        self._describe = describe
+        self._steps: TextIO | None = None
+        self._last: UpdateRecord | None = None
+
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
+        steps = self._steps = self._steps or self._start()
+        try:
+            steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
+            self._last = record
+            if record.is_due(self._every_n_steps):
+                self._write(record, reporter)
+        except BaseException:
+            # The reporter calls this sink no more, so another engine may use the folder.
+            steps.close()
+            raise
+
+    def close(self, reporter: UpdateReporter) -> None:
+        """Write the last update, and release the folder."""
+        if self._steps is not None and self._last is not None:
+            self._steps.close()
+            self._write(self._last, reporter)
+
+    def _start(self) -> TextIO:
+        folder = self._folder.resolve()
+        if folder in self._open and not self._open[folder].closed:
+            raise FileExistsError(
+                "must be a folder of its own for each engine, found one that another engine of this process writes to. "
+                "Give each engine its own config"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (MEASURED, PREDICTED, PAGE):
+            (folder / name).unlink(missing_ok=True)
+        self._replace(INFO, self._describe().to_json_dict())
+        # Buffer a line at a time, so that the file of a killed process contains all updates that it ran.
+        self._open[folder] = (folder / STEPS).open("w", buffering=1)
+        return self._open[folder]
+
+    def _write(self, last: UpdateRecord, reporter: UpdateReporter) -> None:
+        self._replace(MEASURED, last.timeline.chrome_trace(last.phases))
+        if (predicted := reporter.prediction()) is not None:
+            self._replace(PREDICTED, predicted.timeline.chrome_trace(predicted.phases))
+        rows = [
+            {"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s}
+            for row in reporter.comparison()
+        ]
+        compared = {"compared_updates": reporter.compared_updates, "compared": rows}
+        self._replace(INFO, self._describe().to_json_dict() | compared)
+
+    def _replace(self, name: str, content: object) -> None:
+        replace_file(self._folder / name, json.dumps(content, indent=2 if name == INFO else None) + "\n")

@@ -1,22 +1,29 @@
-"""Render a ``RecordedRun`` as one HTML page that needs nothing else: no scripts, and no network."""
+"""Read the folder of a run, and render it as one HTML page that needs nothing else: no scripts, and no network."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from deep_opt_states.report.line import WARM_UPDATES
-from deep_opt_states.report.run import RecordedRun
+from deep_opt_states.report.line import INFO, MEASURED, PREDICTED, STEPS, WARM_UPDATES
+from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo
+from perf_model.json_input import parse_json, read_text, shorten
 from perf_model.prediction.draw import draw_svg
 from perf_model.prediction.memory import MemoryKind
-from perf_model.prediction.timeline import Phase, seconds_of
+from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Range, Unit, Workload
 from perf_model.units import gigabytes_per_second, params_per_second, percent, seconds, size
+
+MAX_RUN_BYTES = 10**10
+"""The size of the largest file of a run that is read. A long training writes more than a user's file may have."""
 
 Cell = str | tuple[float, str]
 """A cell of a table: a text, or a number with its text for readers. The first cell of a row is its heading."""
@@ -39,6 +46,79 @@ _PLACEMENTS = {
     Placement.RESIDENT: "resident: kept and updated on the accelerator",
 }
 _MEMORY = {MemoryKind.PINNED.value: "page-locked host memory", MemoryKind.ACCELERATOR.value: "accelerator memory"}
+
+
+class RunError(ValueError):
+    """An error for a folder that contains no readable run: the rule, the value found, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """A run as its folder describes it. ``steps`` are the lines of ``steps.jsonl``.
+
+    ``compared`` is empty and ``predicted`` is None if nothing was predicted; ``measured`` is None until the first
+    update is written.
+    """
+
+    info: RunInfo
+    steps: Sequence[Mapping[str, float | None]]
+    compared_updates: int
+    compared: Sequence[ComparisonRow]
+    measured: tuple[Timeline, Sequence[PhaseSpan]] | None
+    predicted: tuple[Timeline, Sequence[PhaseSpan]] | None
+
+    @classmethod
+    def read(cls, folder: Path) -> RecordedRun:
+        """Return the run in ``folder``, as far as it is written. Raise ``RunError`` if there is none."""
+
+        def read(name: str) -> str:
+            return read_text(folder / name, MAX_RUN_BYTES)
+
+        try:
+            info = parse_json(read(INFO))
+            if info["format"] != FORMAT:
+                raise ValueError(f"format {shorten(info['format'])}")
+            # A process that was killed may have written only a part of the last line.
+            lines = [parse_json(line) for line in read(STEPS).splitlines() if line.endswith("}")]
+            measured, predicted = (
+                Timeline.from_chrome_trace(parse_json(read(name))) if (folder / name).exists() else None
+                for name in (MEASURED, PREDICTED)
+            )
+            return cls(
+                info=_info(info),
+                steps=[
+                    {name: value if value is None else float(value) for name, value in line.items()} for line in lines
+                ],
+                compared_updates=int(info.get("compared_updates", 0)),
+                compared=[
+                    ComparisonRow(str(row["what"]), float(row["predicted_s"]), float(row["measured_s"]))
+                    for row in info.get("compared", [])
+                ],
+                measured=measured,
+                predicted=predicted,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"A run must be a folder that training has written, of format {FORMAT}; found {folder}: "
+                f"{type(error).__name__}: {error}.\n"
+                f'Train with "deep_optimizer_states": {{"report": "FOLDER"}}, and name that folder.'
+            ) from None
+
+
+def _info(found: Mapping[str, Any]) -> RunInfo:
+    """Return the facts from the content of ``run.json``; the inverse of ``RunInfo.to_json_dict``."""
+    plan = found["plan"]
+    units = [
+        Unit(index, tuple(Range(*map(int, run)) for run in ranges), str(label))
+        for index, (ranges, label) in enumerate(plan["units"])
+    ]
+    read = UpdatePlan(
+        workload=Workload(tuple(units)),
+        placements=tuple(map(Placement, plan["placements"])),
+        num_slots=int(plan["num_slots"]),
+        order=None if plan["order"] is None else tuple(map(int, plan["order"])),
+    )
+    return RunInfo(**{**{name: found[name] for name in RunInfo.__dataclass_fields__}, "plan": read})
 
 
 def render(run: RecordedRun, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Derive the seconds and rates of one update, and compare a number of updates with their prediction."""
+"""Describe a run, derive the seconds and rates of one update, and compare a number of updates with their prediction."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from typing import Any
 
 from perf_model.prediction.cost import traffic_by_action
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import seconds
+
+FORMAT = 3
+"""The version of the files in a run's folder."""
 
 UPDATE = "update"
 EXPOSED = "exposed"
@@ -20,8 +25,7 @@ EXPOSED = "exposed"
 LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
 """The lanes that only copy, by their direction.
 
-The compute lane copies parameters down if DeepSpeed offloads them, but the time of these copies is not measured apart
-from that of Adam.
+If DeepSpeed offloads parameters, the compute lane copies them down; that time is not measured apart from Adam's.
 """
 
 
@@ -34,17 +38,19 @@ class StepCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of each update on this rank.
+class ReportedPlan:
+    """The plan of the updates: on this rank ``numel`` parameters, ``gpu_share`` of them on the accelerator.
 
-    ``numel`` parameters are updated, ``gpu_share`` of them on the accelerator. ``numels`` holds the parameters of each
-    unit. ``widths`` are the bytes per parameter of the tensors that are copied.
+    ``numels`` holds the parameters of each unit, ``widths`` the bytes per parameter of the tensors that are copied.
+    ``predict`` predicts an update for given windows; None disables predictions. ``description`` is logged at the end.
     """
 
     numel: int
     gpu_share: float
     numels: Sequence[int]
     widths: Widths
+    predict: Callable[[Windows], PredictedUpdate] | None = None
+    description: str = ""
 
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
         """Return the bytes that were copied in ``direction``, "h2d" or "d2h", per second in which it was busy."""
@@ -57,11 +63,10 @@ class Work:
 
 @dataclass(frozen=True)
 class MeasuredUpdate:
-    """The seconds of one update.
+    """The seconds of one update, ``by_kind`` the sum of the actions of each kind.
 
-    ``by_kind`` sums the actions of each kind. ``update_s`` is the time from the decision that the step is not skipped
-    to the end of the update, ``exposed_s`` the time that the model waited for the update, and ``windows`` the backward
-    and forward time that it overlapped with.
+    ``update_s`` is the time from the decision that the step is not skipped to the end of the update, ``exposed_s`` the
+    time that the model waited for it, and ``windows`` the backward and forward time that it overlapped with.
     """
 
     by_kind: Mapping[ActionKind, float]
@@ -83,9 +88,8 @@ class MeasuredUpdate:
 class Numbers:
     """The reported numbers of one update. Rates are None if nothing was moved or the time was too short to measure.
 
-    ``update_s`` and ``exposed_s`` are those of ``MeasuredUpdate``. ``hidden_s`` is the time of work that overlapped
-    with backward and forward, ``cpu_adam_s`` the time of the CPU's updates. ``params_per_s`` is relative to
-    ``update_s``.
+    ``update_s`` and ``exposed_s`` are the same as in ``MeasuredUpdate``. ``hidden_s`` is the time of work that
+    overlapped with backward and forward. ``params_per_s`` is relative to ``update_s``.
     """
 
     update_s: float
@@ -100,20 +104,19 @@ class Numbers:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One update that ran, in the step of ``counts``.
+    """One update that ran, in the step of ``counts``; in ``phases`` the model waited for it, or computed meanwhile.
 
-    ``phases`` are the times when the model waited for the update and when it computed concurrently with it.
-    ``read_timeline`` reads two device events per action; it is only called if a number needs the timeline.
+    ``read_timeline`` reads two device events per action; it is called once, if a number needs the timeline.
     """
 
     counts: StepCounts
     phases: Sequence[PhaseSpan]
-    work: Work
+    plan: ReportedPlan
     read_timeline: Callable[[], Timeline]
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Return the measured timeline, which is read once."""
+        """Return the measured timeline."""
         return self.read_timeline()
 
     @cached_property
@@ -124,16 +127,16 @@ class UpdateRecord:
     @cached_property
     def numbers(self) -> Numbers:
         """Return the reported numbers."""
-        measured, timeline, work = self.measured, self.timeline, self.work
+        measured, timeline, plan = self.measured, self.timeline, self.plan
         return Numbers(
             update_s=measured.update_s,
             exposed_s=measured.exposed_s,
             hidden_s=timeline.hidden_s(measured.exposed_s),
             cpu_adam_s=timeline.busy_s(Lane.CPU),
-            params_per_s=_rate(work.numel, measured.update_s),
-            h2d_bytes_per_s=work.bytes_per_s("h2d", timeline),
-            d2h_bytes_per_s=work.bytes_per_s("d2h", timeline),
-            gpu_share=work.gpu_share,
+            params_per_s=_rate(plan.numel, measured.update_s),
+            h2d_bytes_per_s=plan.bytes_per_s("h2d", timeline),
+            d2h_bytes_per_s=plan.bytes_per_s("d2h", timeline),
+            gpu_share=plan.gpu_share,
         )
 
     def is_due(self, every_n_steps: float | None) -> bool:
@@ -156,11 +159,7 @@ class PredictedUpdate:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The predicted and the measured seconds of ``name``.
-
-    ``name`` is a kind of action, for the sum of all its actions, ``UPDATE`` for the whole update, or ``EXPOSED`` for
-    the part of it that the model waited for.
-    """
+    """The predicted and the measured seconds of ``name``: all actions of a kind, ``UPDATE``, or ``EXPOSED`` of it."""
 
     name: str
     predicted_s: float
@@ -176,6 +175,34 @@ class ComparisonRow:
             f"{self.name:<13} predicted {seconds(self.predicted_s):>8}, measured {seconds(self.measured_s):>8}, "
             f"error {self.error:+.0%}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The facts about a run with its present plan.
+
+    ``began`` is local time in ISO 8601; ``memory_bytes`` are the bytes that rank 0 has reserved, by kind of memory.
+    """
+
+    began: str
+    world_size: int
+    accelerator: str
+    software: Mapping[str, str]
+    plan: UpdatePlan
+    memory_bytes: Mapping[str, int]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the content of ``run.json``."""
+        plan = {
+            "units": [
+                [[[run.sub_group, run.begin, run.numel] for run in unit.ranges], unit.label]
+                for unit in self.plan.workload.units
+            ],
+            "placements": [placement.value for placement in self.plan.placements],
+            "num_slots": self.plan.num_slots,
+            "order": self.plan.order,
+        }
+        return {"format": FORMAT, **vars(self), "plan": plan}
 
 
 def median_windows(measured: Sequence[MeasuredUpdate]) -> Windows:
@@ -194,10 +221,9 @@ def compare(predict: Callable[[Windows], PredictedUpdate], measured: Sequence[Me
     if windows.forward_s > 0:
         rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
     by_kind = predicted.timeline.seconds_by_kind()
-    rows.extend(
+    # A kind without predicted seconds has no error, such as PUBLISH if the CPU updates the model's parameters.
+    predicted_kinds = [kind for kind in ActionKind if by_kind.get(kind, 0.0) > 0]
+    return rows + [
         ComparisonRow(kind.value, by_kind[kind], median(update.by_kind[kind] for update in measured))
-        for kind in ActionKind
-        # A kind without predicted seconds has no error, such as PUBLISH if the CPU updates the model's parameters.
-        if by_kind.get(kind, 0.0) > 0
-    )
-    return rows
+        for kind in predicted_kinds
+    ]

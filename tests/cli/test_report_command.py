@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.report.line import WARM_UPDATES, ReportedPlan, UpdateReporter
-from deep_opt_states.report.record import PredictedUpdate, StepCounts, UpdateRecord, Work
-from deep_opt_states.report.run import RecordedRun, RunError, RunInfo, RunWriter
+from deep_opt_states.report.line import WARM_UPDATES, RunWriter, UpdateReporter
+from deep_opt_states.report.page import RecordedRun, RunError
+from deep_opt_states.report.record import PredictedUpdate, ReportedPlan, RunInfo, StepCounts, UpdateRecord
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
@@ -39,7 +39,7 @@ INFO = RunInfo(
     memory_bytes={"pinned": 3_210_000_000, "accelerator": 720_000_000},
 )
 UPDATES, EVERY = 9, 4
-WORK_OF_NOTHING = Work(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
+NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
 
 
 def predicted(windows: Windows) -> PredictedUpdate:
@@ -56,7 +56,10 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
     numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
         ReportedPlan(
-            work=Work(numel=WORKLOAD.numel, gpu_share=0.5, numels=numels, widths=Widths(param=2, grad=2)),
+            numel=WORKLOAD.numel,
+            gpu_share=0.5,
+            numels=numels,
+            widths=Widths(param=2, grad=2),
             predict=predicted if predict else None,
         ),
         [RunWriter(folder, EVERY, lambda: INFO)],
@@ -258,7 +261,7 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
     second = RunWriter(tmp_path, EVERY, lambda: INFO)
-    nothing = UpdateRecord(StepCounts(1, 8), [], WORK_OF_NOTHING, lambda: Timeline(()))
+    nothing = UpdateRecord(StepCounts(1, 8), [], NOTHING_PLANNED, lambda: Timeline(()))
     with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
         second.updated(nothing, first)
     first.close()
@@ -277,7 +280,7 @@ def test_a_folder_is_free_for_the_next_engine_after_a_write_has_failed(failing_c
             raise OSError("no space left")
         return INFO
 
-    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], WORK_OF_NOTHING, lambda: Timeline(()))
+    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], NOTHING_PLANNED, lambda: Timeline(()))
     reporter = train(tmp_path / "other", updates=0)
     with pytest.raises(OSError, match="no space left"):
         RunWriter(tmp_path, 1, describe).updated(record, reporter)

@@ -15,10 +15,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
 from deep_opt_states.names import __version__
-from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportedPlan, ReportSink, UpdateReporter
-from deep_opt_states.report.record import StepCounts, Work
-from deep_opt_states.report.run import RunInfo, RunWriter
-from deep_opt_states.report.slow_cpu import SlowCpu
+from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink, RunWriter, SlowCpu, UpdateReporter
+from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.log import log_rank_0, log_this_rank
 from deep_opt_states.zero.start.assembly import Assembly
@@ -93,9 +91,11 @@ class EngineProgress:
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
     planned, plan, widths = assembly.planned, assembly.running.plan, assembly.context.setup.widths
     numels, numel = [unit.numel for unit in plan.workload.units], plan.workload.numel
-    gpu_share = 1 - plan.numel(Placement.CPU) / max(1, numel)
     return ReportedPlan(
-        work=Work(numel=numel, gpu_share=gpu_share, numels=numels, widths=widths),
+        numel=numel,
+        gpu_share=1 - plan.numel(Placement.CPU) / max(1, numel),
+        numels=numels,
+        widths=widths,
         predict=None if planned.predict is None else partial(planned.predict, plan, assembly.running.uses),
         description=f"{planned.at_end(plan, widths)}\n  in all: {total_reserved(assembly.context.device.reserved)}",
     )

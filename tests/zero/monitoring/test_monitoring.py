@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.report.run import RecordedRun
+from deep_opt_states.report.page import RecordedRun
 from tests.model.profiles import RATES, profile
 from tests.zero.monitoring.monitored_ranks import OVERFLOWS_IN, STEPS, STEPS_PER_PRINT
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
