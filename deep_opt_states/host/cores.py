@@ -2,16 +2,13 @@
 
 Each rank gets:
 
-- One thread per physical core: the update is limited by the bandwidth of host memory, and a second thread on the same
-  core adds none.
+- One thread per physical core: the bandwidth of host memory limits the update, and a second thread adds none.
 - Cores of its own, about as many as every other rank: the ranks of a node update at the same time, and the slowest one
   determines when the step ends.
 - Cores near the rank's GPU: first touch places memory on the NUMA node of the touching thread, and the GPU copies it
   from there.
 
-``OMP_NUM_THREADS`` is deliberately not used. torchrun sets it to 1 if the user has not set it, so that PyTorch's
-operations in several ranks do not compete for cores. A value of 1 has no meaning for the update: ``cpu_threads`` sets
-its threads.
+``OMP_NUM_THREADS`` is not used: torchrun sets it to 1, for PyTorch's operations. ``cpu_threads`` sets the threads.
 """
 
 from __future__ import annotations
@@ -32,18 +29,15 @@ from deep_opt_states.host.machine import Core
 from deep_opt_states.names import CONFIG_KEY
 
 CORES_PER_LAUNCH_CORE = 8
-"""The number of cores per launch core on large shares. It is an estimate, not measured.
-
-With many cores, fewer than all of them already use the full bandwidth of host memory in an update.
-"""
+"""The number of cores per launch core on large shares, where fewer than all use the full bandwidth of host memory. It
+is an estimate, not measured."""
 
 CORES_FOR_A_SECOND_LAUNCH_CORE = 4
 """The smallest number of cores of which two are launch cores.
 
-Backward keeps one core busy with autograd's thread, and forward with the main thread. NCCL's threads and the thread
-that pins batches run concurrently. On a single core they delay launches, so that the GPU idles throughout the step.
-With 4 cores, the second launch core reduces the speed of the CPU's updates by at most a third, and the planner
-compensates for that by moving work to the GPU. With fewer cores, it would reduce the speed by half or more.
+Autograd's thread or the main thread keeps one core busy. On the same core, NCCL's threads and the thread that pins
+batches delay launches, so that the GPU idles. With 4 cores, the second launch core slows the CPU's updates by at most a
+third, for which the planner compensates; with fewer cores, by half or more.
 """
 
 
@@ -60,10 +54,10 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The CPU resources that one rank may use.
+    """The CPU resources that one rank may use: the physical ``cores`` that its affinity allows.
 
-    ``cores`` are the physical cores that its affinity allows. ``quota`` is its part of the CPU time that the cgroup
-    allows, in whole cores, and None if that is unlimited. ``gpu_node`` is the NUMA node of its GPU; None if unknown.
+    ``quota`` is its part of the CPU time that the cgroup allows, in whole cores, and None if that is unlimited.
+    ``gpu_node`` is the NUMA node of its GPU; None if unknown.
     """
 
     cores: tuple[Core, ...]
@@ -83,10 +77,9 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShare:
-    """The threads and cores that one rank uses, and the reason for this choice.
+    """The threads that update sub-groups on one rank, pinned to the logical CPUs ``cores`` in order, and the reason.
 
-    ``threads`` update sub-groups, pinned to the logical CPUs ``cores`` in order. All other threads of the process run
-    on ``launch_cores``. Both are empty if nothing is bound.
+    All other threads of the process run on ``launch_cores``. Both are empty if nothing is bound.
     """
 
     threads: int
@@ -183,9 +176,9 @@ def choose_cores(
 def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tuple[Core, ...]]:
     """Return disjoint shares of ``cores``, with at least one core each, for ranks whose GPUs are on ``gpu_nodes``.
 
-    The cores of a NUMA node are divided among the ranks whose GPU is on that node. But if the nodes are so unequal that
-    a rank would have less than half of an even share, all ranks would wait for that rank. Then, and if the nodes are
-    unknown, all cores are divided evenly, as far as possible by NUMA node.
+    The cores of a NUMA node are divided among the ranks whose GPU is there. If a rank would then have less than half of
+    an even share, for which all ranks would wait, or if the nodes are unknown, all cores are divided evenly, as far as
+    possible by NUMA node.
     """
     cores_on: dict[int | None, list[Core]] = defaultdict(list)
     for core in sorted(cores, key=lambda core: (core.node is None, core.node or 0)):
@@ -195,8 +188,7 @@ def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tupl
         ranks_at[gpu_nodes[rank]].append(rank)
     groups = [(ranks, cores_on.get(node, [])) for node, ranks in ranks_at.items()]
 
-    # NUMA nodes without a GPU do not count against a rank's fair share: a rank has at most one node's cores near its
-    # GPU.
+    # A rank has at most one node's cores near its GPU, so NUMA nodes without a GPU do not count for its fair share.
     even_share = len(cores) // max(len(gpu_nodes), len(cores_on))
     smallest_share = min(len(near) // len(ranks) for ranks, near in groups)
     if smallest_share < 1 or 2 * smallest_share < even_share:
@@ -218,18 +210,15 @@ def _num_launch_cores(num_cores: int) -> int:
     return max(least, num_cores // CORES_PER_LAUNCH_CORE)
 
 
-# The threads that do not update
-
-
 class AffinityError(RuntimeError):
     """The error for a system that does not let this process choose the CPUs of its threads."""
 
 
 @dataclass
 class _Process:
-    """The bindings of this process. There may be several, one per engine: the latest one applies.
+    """The bindings of this process, one per engine: the latest one applies.
 
-    ``moved`` has the CPUs of each moved thread before and now, by the kernel's thread id.
+    ``moved`` holds the CPUs of each moved thread before and now, by the kernel's thread id.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -243,10 +232,7 @@ class _Process:
         return {now: (before, now) for before, now in threads}
 
     def apply(self) -> None:
-        """Move all threads to the CPUs of the latest binding, or back to their own if there is none.
-
-        PyTorch's intra-op threads are at most as many as these CPUs: more would wait for each other.
-        """
+        """Move all threads to the CPUs of the latest binding, or back to their own if there is none."""
         target = self.bindings[-1].cpus if self.bindings else None
         first = target is not None and not self.moved
         # A thread that was started since the last move has the affinity of the thread that started it, or has bound
@@ -265,9 +251,8 @@ class _Process:
                         os.sched_setaffinity(thread, now)
                         self.moved[thread] = before, now
             seen |= unseen
-        if self.torch_threads_before is None:
-            self.torch_threads_before = torch.get_num_threads()
-        threads = self.torch_threads_before
+        # PyTorch's intra-op threads are at most as many as these CPUs: more would wait for each other.
+        threads = self.torch_threads_before = self.torch_threads_before or torch.get_num_threads()
         if target is None:
             self.moved.clear()
             self.torch_threads_before = None
@@ -284,12 +269,11 @@ class LaunchBinding:
     """A restriction of all threads of this process to the logical CPUs ``cpus``, until ``release()``.
 
     The threads of the update pin themselves to other cores. A thread that was bound before stays on those of its CPUs
-    that are in ``cpus``, if there are any. A thread that is started later, such as autograd's and NCCL's, inherits the
-    affinity of the thread that starts it; one that binds itself later is not moved any more.
+    that are in ``cpus``, if there are any. A thread that is started later inherits the affinity of the thread that
+    starts it; one that binds itself later is not moved any more.
 
-    A forked process may use all CPUs that its parent could use before, as without the plugin. Forked processes usually
-    load data: many of them on the few launch cores would slow down each other and the launching threads, and the system
-    moves them off the cores on which the update is pinned. A process that starts as another program (``subprocess``,
+    A forked process may use all CPUs that its parent could use before: forked processes usually load data, and on the
+    few launch cores they would slow down each other and the launching threads. Another program (``subprocess``,
     ``spawn``, ``forkserver``) inherits the new affinity before any code of this package runs in it.
 
     If threads cannot be moved, the constructor restores everything and raises ``AffinityError``.
@@ -328,8 +312,8 @@ def allowed_cpus() -> frozenset[int]:
 def _restore_in_forked_child() -> None:
     """Give the only thread of a forked child the CPUs that the forking thread had before it was moved."""
     global _process
-    # Another thread of the parent may hold the lock. It does not exist in the child and would never release it. The
-    # recorded thread ids are those of the parent, and the id of a process is that of its main thread.
+    # Another thread of the parent may hold the lock, and does not exist in the child. The recorded thread ids are the
+    # parent's, and the id of a process is the same as its main thread's.
     parent, _process = _process, _Process()
     moved = parent.moved_by_cpus(os.getppid()).get(frozenset(os.sched_getaffinity(0)))
     if moved is not None:

@@ -15,10 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CoreCounts:
-    """The logical CPUs that the affinity of this process allows, and the cores whose time its cgroup allows.
-
-    ``quota`` is None if unlimited.
-    """
+    """The logical CPUs that the affinity of this process allows, and the cores of its cgroup's time; None: no limit."""
 
     allowed: int
     quota: float | None
@@ -66,11 +63,7 @@ def memory() -> HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """A physical core.
-
-    ``cpus`` are its logical CPUs (hyperthread siblings) that this process may use, in ascending order. ``node`` is its
-    NUMA node; None if the kernel does not report it.
-    """
+    """A physical core: its logical CPUs that this process may use, in ascending order, and its NUMA node if known."""
 
     cpus: tuple[int, ...]
     node: int | None
@@ -85,8 +78,8 @@ def cores_of(
 
     If the kernel does not report the siblings of a CPU, as in some sandboxes, the CPU counts as a core of its own.
     """
-    folders = {int(folder.name.removeprefix("node")): folder for folder in nodes.glob("node[0-9]*")}
-    node_of = {cpu: node for node, folder in folders.items() for cpu in _list_in(folder / "cpulist")}
+    folders = nodes.glob("node[0-9]*")
+    node_of = {cpu: int(folder.name[len("node") :]) for folder in folders for cpu in _list_in(folder / "cpulist")}
     found: dict[tuple[int, ...], Core] = {}
     for cpu in sorted(allowed):
         siblings = {cpu, *_list_in(cpus / f"cpu{cpu}/topology/thread_siblings_list")}
@@ -97,10 +90,10 @@ def cores_of(
 
 def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """Return the NUMA node of the current GPU of this process; None if there is no GPU or its node is unknown."""
-    if not has_cuda():
-        return None
     import torch
 
+    if not has_cuda():
+        return None
     # PyTorch's stubs do not have these attributes.
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -130,10 +123,7 @@ def _list_in(file: Path) -> tuple[int, ...]:
 
 
 def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
-    """Return an identifier of the running kernel, or the host's name if it has none.
-
-    It is the same in all containers on this kernel. A CPU also has the same number in all of them.
-    """
+    """Return an identifier of the running kernel, the same in all its containers, or the host's name if it has none."""
     try:
         return boot_id.read_text().strip()
     except OSError:
@@ -155,26 +145,24 @@ def has_cuda() -> bool:
 
 def gpu() -> Gpu | None:
     """Return the current GPU of this process; None if PyTorch finds none."""
-    if not has_cuda():
-        return None
     import torch
 
+    if not has_cuda():
+        return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Gpu(properties.name, properties.total_memory)
 
 
 def driver_version(loaded: Path = Path("/sys/module/nvidia/version")) -> str:
     """Return the version of NVIDIA's driver; empty if there is none, or if it cannot be determined."""
-    try:
+    if loaded.is_file():
         return loaded.read_text().strip()
-    except OSError:
-        pass
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return output.splitlines()[0].strip() if output else ""
+    return output.partition("\n")[0].strip()
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -184,10 +172,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def last_level_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """Return the size of all last-level caches together; None if the kernel does not report it.
-
-    A cache that several cores share counts once.
-    """
+    """Return the size of all last-level caches, of which each counts once; None if the kernel does not report it."""
     caches: dict[int, dict[str, int]] = {}
     for folder in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -201,10 +186,7 @@ def last_level_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int 
 def cgroup_folders(
     controller: str, membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of all its ancestors, whose limits all apply.
-
-    These are the cgroups of version 2 and of the version 1 ``controller``.
-    """
+    """Yield the folders of this process's cgroup and its ancestors, of version 2 and of version 1's ``controller``."""
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -236,11 +218,7 @@ def memory_limit_bytes(folders: Iterable[Path]) -> int | None:
 
 
 def memory_left_bytes(folders: Iterable[Path]) -> int | None:
-    """Return the memory that the limits of the cgroups in ``folders`` leave free; None if unlimited.
-
-    The memory use of each cgroup counts against its own limit. Other processes of a job count for the job's cgroup, but
-    not for that of this process.
-    """
+    """Return the memory that the limits of the cgroups in ``folders`` leave free, each for its own use, or None."""
     return min((limit_bytes - _in_use_bytes(folder) for folder, limit_bytes in _memory_limits(folders)), default=None)
 
 
