@@ -51,7 +51,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: the value found with the rule that it breaks, and the remedy; empty if it breaks none."""
+    """The result of a check: the value found with the rule that it breaks, and the remedy unless it is OK."""
 
     status: Status
     found: str
@@ -66,12 +66,9 @@ OK, WARN, FAIL = (partial(Finding, status) for status in Status)
 
 def examine(environ: Mapping[str, str]) -> dict[str, Finding]:
     """Return the findings about this machine by topic. A check that raises an exception is also a finding."""
+    required, missing = requirements(), _missing_tools(environ)
     checks: dict[str, Callable[[], Finding]] = {
-        requirement.name: partial(check_package, requirement, _version(requirement.name))
-        for requirement in requirements()
-    }
-    missing = _missing_tools(environ)
-    checks |= {
+        **{each.name: partial(check_package, each, _version(each.name)) for each in required},
         "deepspeed": lambda: check_deepspeed(_version("deepspeed"), _import_error("deepspeed")),
         "activation hook": lambda: check_hook(environ.get(AUTOLOAD), _has_entry_point(), activation.is_active()),
         SWITCH: lambda: check_switch(environ.get(SWITCH)),
@@ -123,10 +120,7 @@ def check_package(requirement: Requirement, version: str | None) -> Finding:
 
 
 def check_deepspeed(version: str | None, error: Exception | None) -> Finding:
-    """Check that DeepSpeed is not too old, and that its import raised no ``error``. An untested release is a warning.
-
-    A local build tag is ignored.
-    """
+    """Check that DeepSpeed is not too old, and that its import raised no ``error``; warn of an untested release."""
     remedy = f"pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
     if version is None or is_too_old(version):
         return FAIL(f"{version or 'not installed'}; must be {TESTED_DEEPSPEED[0]} or later", remedy)
@@ -144,10 +138,7 @@ def _has_entry_point() -> bool:
 
 
 def check_hook(autoload: str | None, has_entry_point: bool, is_active: bool) -> Finding:
-    """Check that ``import torch`` calls our entry point, and that this activates the plugin, as it did here.
-
-    ``autoload`` is PyTorch's switch for entry points.
-    """
+    """Check that ``import torch`` calls our entry point, unless ``autoload`` forbids it, and activates the plugin."""
     if autoload not in (None, "1"):
         found = f'{AUTOLOAD}={autoload}; must be unset or 1, or "{CONFIG_KEY}" in the JSON is ignored'
         return FAIL(found, f"Unset {AUTOLOAD}, or import deep_opt_states in the training script.")
@@ -183,10 +174,7 @@ def _accelerator() -> tuple[str, int, list[tuple[str, int]]]:
 
 
 def check_accelerator(name: str, count: int, gpus: Sequence[tuple[str, int]], chosen: str | None) -> Finding:
-    """Check that the accelerator is supported.
-
-    ``chosen`` is the value of DS_ACCELERATOR: if the user has chosen the CPU, there is no warning about it.
-    """
+    """Check that the accelerator is supported. ``chosen`` is DS_ACCELERATOR: a CPU that was chosen is no warning."""
     text = f"{name}, {count} device{'' if count == 1 else 's'}"
     text += "".join(f", {gpu} ({gigabytes(memory_bytes)})" for gpu, memory_bytes in gpus)
     if name not in ("cuda", "cpu"):
@@ -227,7 +215,7 @@ def check_connections(value: str | None, has_cuda: bool) -> Finding:
 
 
 def check_triton(version: str | None, has_cuda: bool) -> Finding:
-    """Check that Triton is installed; ``version`` is None if it is not. Only an engine tries to compile our kernel."""
+    """Check that Triton is installed; ``version`` is None if it is not."""
     if version is None and has_cuda:
         found = "not installed; without it, no update runs on the GPU, and placements other than cpu are refused"
         return WARN(found, "pip install triton")
