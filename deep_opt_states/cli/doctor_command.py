@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deep_opt_states.doctor import Finding, Status, examine
+from deep_opt_states.doctor import Status, examine
 
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
-def run(config: Path | None = None) -> int:
-    """Print the findings about this machine, or about ``config``.
+def run(options: argparse.Namespace) -> int:
+    """Print the findings about this machine, or about a config.
 
     Return the exit code: 1 if training cannot start, or would start without the plugin.
     """
-    if config is None:
+    if options.config is None:
         findings = examine(os.environ)
     else:
         from deep_opt_states.cli.config_check import examine_config
 
-        findings = examine_config(config)
-    _print_findings(findings)
-    return int(any(finding.status is Status.FAIL for finding in findings.values()))
-
-
-def _print_findings(findings: Mapping[str, Finding]) -> None:
+        findings = examine_config(options.config)
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -44,3 +38,4 @@ def _print_findings(findings: Mapping[str, Finding]) -> None:
     console.print()
     failed = [topic for topic, finding in findings.items() if finding.status is Status.FAIL]
     console.print(Text(f"FAIL: {', '.join(failed)}; see the remedies (->) above." if failed else "Training can start."))
+    return int(bool(failed))

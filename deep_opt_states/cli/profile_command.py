@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,8 @@ UNITS = {
 """Units by scale, the largest first, by the end of the name of a quantity; the first that matches counts."""
 
 
-def run(output: Path, *, quick: bool) -> int:
-    """Write the profile to ``output``, print it, and return the exit code: 1, with the reason on stderr, if it fails.
+def run(options: argparse.Namespace) -> int:
+    """Write the profile, print it, and return the exit code: 1, with the reason on stderr, if it fails.
 
     Under torchrun all ranks measure, and rank 0 alone writes and prints. Only an error before the ranks have connected
     is printed by each rank that has it.
@@ -41,6 +42,7 @@ def run(output: Path, *, quick: bool) -> int:
     from deep_opt_states.zero.start.node_share import core_share
     from deep_opt_states.zero.start.unsupported import Unsupported
 
+    output: Path = options.output
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     prints_errors = True
     try:
@@ -57,7 +59,7 @@ def run(output: Path, *, quick: bool) -> int:
             num_ranks = ranks.size
             share = core_share(accelerator, ranks)
             groups = collective_groups(ranks, get_accelerator().communication_backend_name(), os.environ)
-            measure_with = partial(measure, device, ranks, QUICK if quick else FULL, progress=bar)
+            measure_with = partial(measure, device, ranks, QUICK if options.quick else FULL, progress=bar)
             profile = measure_with(threads=share.threads, cores=share.cores, groups=groups)
         if is_rank_0:
             replace_file(output, profile.to_json())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 
 from rich.console import Console
 from rich.text import Text
@@ -11,11 +11,11 @@ from deep_opt_states.report.line import PAGE
 from deep_opt_states.report.page import RecordedRun, RunError, render
 
 
-def run(folder: Path, output: Path | None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code: 1, with the reason on stderr, if there is no page."""
-    path = folder / PAGE if output is None else output
+    path = options.output or options.folder / PAGE
     try:
-        page = render(RecordedRun.read(folder), folder.resolve().name)
+        page = render(RecordedRun.read(options.folder), options.folder.resolve().name)
         try:
             path.write_text(page, encoding="utf-8")
         except OSError as error:
