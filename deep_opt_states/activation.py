@@ -14,7 +14,9 @@ from typing import Any
 
 from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
 
-_state = {"tried": False, "active": False}
+_is_active: bool | None = None
+"""Whether the hooks are registered; None before the first call of ``activate``."""
+
 _warned_of: set[tuple[str, str]] = set()
 _models: list[Any] = []
 """The models of the engines that are being constructed, the last one innermost."""
@@ -25,22 +27,23 @@ _log = logging.getLogger("deep_opt_states")
 
 def activate() -> None:
     """Register the hooks, once per process. Never raise: that would break ``import torch`` for every program."""
-    if _state["tried"]:
+    global _is_active
+    if _is_active is not None:
         return
-    _state["tried"] = True
+    _is_active = False
     try:
         from wrapt import register_post_import_hook
 
         register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
-        _state["active"] = True
+        _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
         _log.warning("deep_opt_states cannot be activated: %s: %s", type(error).__name__, error)
 
 
 def is_active() -> bool:
     """Return whether the hooks are registered in this process."""
-    return _state["active"]
+    return bool(_is_active)
 
 
 def _hook_engine(module: Any) -> None:
@@ -48,17 +51,17 @@ def _hook_engine(module: Any) -> None:
 
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
-        if plugin := _plugin_for_engine(engine):
+        if plugin := _plugin_for(getattr(engine, "_config", None)):
             # The engine has no model yet.
             plugin.check_engine(engine, _models[-1] if _models else None)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if plugin := _plugin_for_engine(engine):
+        if plugin := _plugin_for(getattr(engine, "_config", None)):
             return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
     def load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if plugin := _plugin_for_engine(engine):
+        if plugin := _plugin_for(getattr(engine, "_config", None)):
             plugin.check_checkpoint(engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
@@ -88,32 +91,28 @@ def _hook_config(module: Any) -> None:
 
     def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         # Before DeepSpeed refuses our block inside one of its own blocks, with an error that does not name its place.
-        _report_ignored_blocks(_json_of(ds_config))
+        _report_ignored_blocks(ds_config)
         wrapped(*args, **kwargs)
-        if plugin := _plugin_for(_json_of(ds_config)):
+        if plugin := _plugin_for(ds_config):
             plugin.check_config(ds_config)
 
     def initialize(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
-        _report_ignored_blocks(_json_of(ds_config))
-        _plugin_for(_json_of(ds_config))
+        _report_ignored_blocks(ds_config)
+        _plugin_for(ds_config)
 
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release that lacks the method must not train with stock unnoticed: every class has this one.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
 
 
-def _plugin_for_engine(engine: Any) -> Any:
-    """Return the plugin for an engine, as ``_plugin_for`` does for its config."""
-    return _plugin_for(_json_of(getattr(engine, "_config", None)))
-
-
-def _plugin_for(param_dict: dict[str, Any]) -> Any:
-    """Return the module ``plugin`` if the user's JSON has our block, otherwise None.
+def _plugin_for(ds_config: Any) -> Any:
+    """Return the module ``plugin`` if the user's JSON holds our block, otherwise None.
 
     Raise ``ConfigError`` for an invalid block. Raise ``Unsupported`` if the block is enabled and the plugin does not
-    support this release of DeepSpeed. A block that is not enabled changes nothing on such a release.
+    support this release of DeepSpeed.
     """
+    param_dict = _json_of(ds_config)
     if CONFIG_KEY not in param_dict:
         return None
     from deep_opt_states.zero.enabled import enabled_config
@@ -135,24 +134,23 @@ def _plugin_for(param_dict: dict[str, Any]) -> Any:
 
 
 def _json_of(ds_config: Any) -> dict[str, Any]:
-    """Return the user's JSON that the ``DeepSpeedConfig`` was made from.
+    """Return the user's JSON that the ``DeepSpeedConfig`` was made from; if it holds our block, under any name.
 
-    A release that was never tried may have another name for it. It is found there, too, if it has our block.
-    ``zero/internals`` has the other private names of DeepSpeed, but importing it would load the plugin in every process
-    that uses DeepSpeed, also where our block is absent.
+    ``zero/internals`` holds the other private names of DeepSpeed, but importing it would load the plugin in every
+    process that uses DeepSpeed, also where our block is absent.
     """
     attributes: dict[str, Any] = getattr(ds_config, "__dict__", {})
-    if "_param_dict" in attributes:
-        param_dict: dict[str, Any] = attributes["_param_dict"]
-        return param_dict
-    return next((value for value in attributes.values() if isinstance(value, dict) and CONFIG_KEY in value), {})
+    ours = (value for value in attributes.values() if isinstance(value, dict) and CONFIG_KEY in value)
+    param_dict: dict[str, Any] = attributes.get("_param_dict", next(ours, {}))
+    return param_dict
 
 
-def _report_ignored_blocks(param_dict: dict[str, Any]) -> None:
+def _report_ignored_blocks(ds_config: Any) -> None:
     """Raise ``ConfigError`` for our block in a wrong place, and warn of misspelled names: stock would train unnoticed.
 
     A misspelled name may be a name of the user's own, hence no error. A block that is switched off is no mistake.
     """
+    param_dict = _json_of(ds_config)
     blocks = [block for block in ignored_blocks(param_dict) if not block.is_switched_off]
     # Accelerate's launcher passes on the names of these keys without their values.
     in_yaml = [key for key in os.environ.get(ACCELERATE_FIELDS, "").split(",") if is_our_block(key)]
@@ -183,13 +181,10 @@ def _warn_of_misspelled(path: tuple[object, ...], block: object) -> None:
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:
-    """Wrap ``owner.method`` of ``module``, and return whether that is possible.
-
-    If it does not exist, log a warning: DeepSpeed must still be importable.
-    """
+    """Wrap ``owner.method`` of ``module``, or log a warning and return False: DeepSpeed must still be importable."""
     from wrapt import wrap_function_wrapper
 
-    if not hasattr(module, owner) or not hasattr(getattr(module, owner), method):
+    if not hasattr(getattr(module, owner, None), method):
         _log.warning(
             "deep_opt_states does not support this version of DeepSpeed: %s has no %s.%s. Do not use the block %r; "
             "`deep-opt-states doctor` shows which versions are supported.",

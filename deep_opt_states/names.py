@@ -25,8 +25,7 @@ ACCELERATE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 def resembles_config_key(key: object) -> bool:
     """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``.
 
-    DeepSpeed ignores unknown top-level keys, so with a misspelled block, stock DeepSpeed would train unnoticed. No key
-    of DeepSpeed itself is as similar: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
+    No key of DeepSpeed itself is as similar: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
     """
     if not isinstance(key, str) or key == CONFIG_KEY or _is_disabled(key):
         return False
