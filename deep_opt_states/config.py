@@ -22,9 +22,8 @@ from perf_model.json_input import printable, shorten
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan
+from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError, did_you_mean
-from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB
 

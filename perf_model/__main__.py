@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from perf_model.cli.command_parser import CommandParser
-from perf_model.cli.planning_commands import add_list_option, add_planning_commands
+from perf_model.cli.planning_commands import CommandParser, add_list_option, add_planning_commands
 
 COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report", "delink")
 """Commands that only ``deep-opt-states`` has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the planning command that ``arguments`` (None: those of the process) name, and return its exit code.
-
-    Raise ``SystemExit(2)``, from argparse, for unknown arguments.
-    """
+    """Run the command in ``arguments``, by default those of the process. Return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = CommandParser(
         prog="python -m perf_model", description="Plan and predict interleaved optimizer offloading."

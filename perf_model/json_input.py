@@ -46,10 +46,7 @@ def shorten(value: object) -> str:
 
 
 def printable(text: object, most: int | None = None) -> str:
-    """Return ``text`` in one line, with escapes such as ``\\n`` for characters that are not printable, as in ``repr``.
-
-    A text of more than ``most`` characters keeps its beginning and its end, about ``most`` characters in all.
-    """
+    """Return ``text`` in one line, with escapes such as ``\\n``; the middle is left out beyond ``most`` characters."""
     characters = str(text)
     if most is not None and len(characters) > most:
         left, right = most * 2 // 3, most // 3

@@ -1,7 +1,4 @@
-"""Collect all that a plan depends on, so that ``plan`` and a training run that know the same find the same plan.
-
-The command knows a model's shape, a profile and predicted windows, and training its parameters and measured windows.
-"""
+"""Collect all that a plan depends on, so that ``plan`` and a training run that know the same find the same plan."""
 
 from __future__ import annotations
 
@@ -53,9 +50,8 @@ class PlanRequest:
     """All that a plan depends on.
 
     ``sub_groups`` are one rank's partitions of the parameters, by sub-group and in DeepSpeed's order. ``rules`` place
-    some of them, and the planner decides about the rest. ``unit_sizes`` are the sizes to choose from. ``setup`` holds
-    the facts that the memory depends on. ``uses`` holds the names of the parameters in the order in which forward uses
-    them, each as often as it does; it defaults to the order of ``sub_groups``.
+    some of them. ``unit_sizes`` are the sizes to choose from. ``uses`` holds the names of the parameters in the order
+    in which forward uses them, each as often as it does; it defaults to the order of ``sub_groups``.
     """
 
     sub_groups: Sequence[Sequence[Partition]]
@@ -68,7 +64,7 @@ class PlanRequest:
     uses: Sequence[str] | None = None
 
     def workload(self, unit_size: int) -> Workload:
-        """Return the units of at most ``unit_size`` parameters. No unit contains parameters of different rules."""
+        """Return the units of at most ``unit_size`` parameters."""
         return self._with_uses(cut_into_units(self.sub_groups, unit_size, self.rules.placement_of))
 
     @property
@@ -77,18 +73,14 @@ class PlanRequest:
         return memory_of(least_plan(self.workload(min(self.unit_sizes))), self.setup).gpu_bytes
 
     def plan(self) -> SizedPlan:
-        """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits.
-
-        If gradients are accumulated in host memory, only units whose placement the rules fix are updated on the
-        accelerator. For any others, the planner counts the sums of all gradients there.
-        """
+        """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits."""
         unit_size, planned = plan_units(
             self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, self.first_use_of
         )
         return SizedPlan(unit_size=unit_size, planned=planned)
 
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
-        """Return the prediction of ``plan``, which need not come from this request."""
+        """Return the prediction of any plan."""
         windows = replace(self.windows, first_use=self.first_use_of(plan.workload))
         plan = replace(plan, workload=self._with_uses(plan.workload))
         return evaluate(plan, self.cost, windows, self.setup)
@@ -96,10 +88,7 @@ class PlanRequest:
     def changes_of_exposed_s(
         self, planned: PlannedUpdate, moves: Iterable[tuple[int, Placement]]
     ) -> dict[tuple[int, Placement], float | None]:
-        """Return by how many seconds the exposed time changes with each move of one unit; None if it does not fit.
-
-        ``planned`` was found for this request.
-        """
+        """Return by how many seconds the exposed time changes with each move of one unit; None if it does not fit."""
         first_use = self.first_use_of(planned.plan.workload)
         moved = {move: in_forward_order(_moved(planned.plan, *move), first_use) for move in moves}
         fitting = {move: plan for move, plan in moved.items() if not self.budgets.missing(memory_of(plan, self.setup))}
@@ -107,10 +96,7 @@ class PlanRequest:
         return dict.fromkeys(moved) | changes_s
 
     def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
-        """Return the reason, empty if ``plan``, which was found for this request, streams something.
-
-        ``unavailable`` is the reason why the accelerator cannot update anything, if there is one.
-        """
+        """Return the reason, empty if something is; ``unavailable`` says why the accelerator cannot update."""
         if Placement.STREAMED in plan.placements:
             return ""
         if unavailable:
@@ -140,10 +126,7 @@ class PlanRequest:
         return memory_of(_moved(least_plan(plan.workload), shortest.index, Placement.STREAMED), self.setup).gpu_bytes
 
     def restore(self, decisions: Mapping[str, Any]) -> UpdatePlan:
-        """Return the plan with these ``decisions``, those of ``SizedPlan.to_json_dict``.
-
-        Raise ``ValueError`` if it is another plan than the one that was planned, because the sub-groups differ.
-        """
+        """Return the plan of ``SizedPlan.to_json_dict``. Raise ``ValueError`` if the sub-groups differ."""
         plan = UpdatePlan(
             workload=self.workload(decisions["unit_size"]),
             placements=tuple(map(Placement, decisions["placements"])),
@@ -158,7 +141,7 @@ class PlanRequest:
         return plan
 
     def first_use_of(self, workload: Workload) -> tuple[int, ...] | None:
-        """Return the units in the order in which forward first uses them, unused ones last; None if it is not known."""
+        """Return the units in the order in which forward first uses them; None if it is not known."""
         return None if self._uses is None else self._uses.first_use(workload)
 
     def _with_uses(self, workload: Workload) -> Workload:

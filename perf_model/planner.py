@@ -1,14 +1,13 @@
 """Which units update where, so that an iteration exposes the least time of the update within the memory budgets?
 
-In the order in which forward first uses the units, the first ones are resident (R), as many as fit next to the slots:
-forward needs them first, and their states need no copy. A share of the others is updated on the CPU (c), which costs
-less the later forward needs a unit, and the rest is streamed (S)::
+The units that forward uses first are resident (R), as many as fit next to the slots: their states need no copy. A
+share of the others is updated on the CPU (c), preferably those that forward needs late, and the rest is streamed (S)::
 
     R R R R S S S c S c c c     4 residents, and half of the others on the CPU, late
 
 A grid of such placements is simulated for units of a medium size. Coordinate descent follows: the size of the units,
-the slots, the share on the CPU, how late it is and the residents are changed one after another, as long as that
-shortens the exposed time. Nothing depends on the clock or on chance, so that every rank finds the same plan.
+the slots, the share on the CPU, how late it is and the residents are changed one after another. Nothing depends on the
+clock or on chance, so that every rank finds the same plan.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, Trainin
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator
 from perf_model.prediction.timeline import Timeline
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import keep_fixed, place_all
 from perf_model.schedule.workload import Workload
 
 UNIT_SIZES = tuple(10**6 * millions for millions in (5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000))
-"""The unit sizes to choose from, in parameters; the last is DeepSpeed's default for sub-groups."""
+"""The unit sizes to choose from, in parameters."""
 
 MAX_SLOTS = 4
 """The most slots of a plan: one is filled, one is updated, one is flushed, one is free."""
@@ -71,28 +69,25 @@ class PlannedUpdate:
 
 
 def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: TrainingSetup) -> PlannedUpdate:
-    """Return the prediction of ``plan``, which need not come from the planner."""
+    """Return the prediction of any plan."""
     timeline = Simulator(cost, windows).run(plan.schedule, plan.workload)
     exposed_s = windows.exposed_s(timeline, plan.workload, cost)
     return PlannedUpdate(plan=plan, timeline=timeline, exposed_s=exposed_s, memory=memory_of(plan, setup))
 
 
 def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:
-    """Return ``plan`` with its units in the order in which forward first uses them, which defaults to their own."""
+    """Return ``plan`` with its units in the order ``first_use``, which defaults to their own."""
     return replace(plan, order=None if first_use is None else forward_order(plan.workload, plan.placements, first_use))
 
 
 def least_plan(workload: Workload) -> UpdatePlan:
     """Return the plan with the least memory: the CPU updates every unit whose placement is not fixed."""
-    placements = keep_fixed(workload, place_all(workload, Placement.CPU))
+    placements = tuple(unit.fixed or Placement.CPU for unit in workload.units)
     return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
 
 def require_memory(workload: Workload, cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
-    """Raise ``DoesNotFit`` if not even the plan with the least memory fits. Host memory is the same for every plan.
-
-    Raise ``ValueError`` for a fixed placement that the machine cannot have.
-    """
+    """Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` for a fixed placement that the machine cannot have."""
     for unit in workload.units:
         if unit.fixed is not None and unit.fixed not in cost.placements:
             raise ValueError(
@@ -116,11 +111,11 @@ def plan_units(
     setup: TrainingSetup,
     first_use_of: Callable[[Workload], tuple[int, ...] | None] = lambda workload: None,
 ) -> tuple[int, PlannedUpdate]:
-    """Return the unit size, in parameters, that exposes the least time, and its plan. Fixed units keep their placement.
+    """Return the unit size, in parameters, that exposes the least time, and its plan.
 
     ``workload_of`` maps a size to the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise
-    ``DoesNotFit`` if no plan fits with any size, and ``ValueError`` for a workload without units or a fixed placement
-    that the machine cannot have.
+    ``DoesNotFit`` if no plan fits with any size, and ``ValueError`` for a workload without units or with a fixed
+    placement that the machine cannot have.
     """
     cuts: list[_Cut] = []
     errors: list[DoesNotFit] = []
@@ -158,9 +153,9 @@ class _Cut:
 class _Choice:
     """The values that determine a plan.
 
-    ``cut`` is the position of the size in ``_Search``. ``cpu_share`` is the share of the parameters on the CPU among
-    those that are not resident: where forward has passed the share y of these, it has passed the share
-    ``y ** cpu_power`` of those on the CPU. ``residents`` is a share of the units that fit as residents.
+    ``cut`` is the position of the size in ``_Search``. ``residents`` is a share of the units that fit as residents, and
+    ``cpu_share`` the share on the CPU of the other parameters: where forward has passed the share y of these, it has
+    passed the share ``y ** cpu_power`` of those on the CPU.
     """
 
     cut: int

@@ -16,7 +16,7 @@ def gigabytes(size_bytes: float) -> str:
 
 
 def size(size_bytes: float, digits: int = 3) -> str:
-    """Return the size with so many significant digits, in a unit from kilobytes to terabytes."""
+    """Return the size in a unit from kilobytes to terabytes."""
     for unit, unit_bytes in (("TB", 10**12), ("GB", GB), ("MB", 10**6)):
         if float(f"{size_bytes / unit_bytes:.{digits}g}") >= 1:
             return f"{significant(size_bytes / unit_bytes, digits)} {unit}"
@@ -24,7 +24,7 @@ def size(size_bytes: float, digits: int = 3) -> str:
 
 
 def seconds(duration_s: float, digits: int = 3) -> str:
-    """Return the duration with so many significant digits, in seconds, milliseconds or microseconds."""
+    """Return the duration in seconds, milliseconds or microseconds."""
     if duration_s < 0:
         return f"-{seconds(-duration_s, digits)}"
     for unit, unit_s in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -33,8 +33,7 @@ from deep_opt_states.report.record import (
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_by_stride
+from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.workload import Workload
 
 WORKLOAD = Workload.from_numels([10] * 4)

@@ -8,12 +8,10 @@ import pytest
 
 from benchmarks.planner.window_settings import WindowSetting
 from benchmarks.slots.emulated_slots import waits_for_slots_s
-from benchmarks.slots.phase_curve import ActivationMemory, exposed_with_activation_memory_s
-from perf_model.prediction.memory import resident_bytes_of
+from benchmarks.slots.phase_curve import ActivationMemory, exposed_with_activation_memory_s, resident_bytes_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all, place_by_stride
+from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 
 SETTING = WindowSetting(machine="h100-pcie5", model="7B", ranks=4, micro_batch=1, gpu_share=0.5)
 SIMULATOR = Simulator(SETTING.cost, SETTING.windows)

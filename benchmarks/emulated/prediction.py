@@ -12,8 +12,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.training_run.job import GradientPath
 
 SMALLEST_EXPOSED = 0.05

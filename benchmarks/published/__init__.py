@@ -26,7 +26,7 @@ from benchmarks.published.comparison import (
     repeated_differences,
 )
 from benchmarks.published.runs import QUANTITIES, read_runs
-from perf_model.cli.plan_answer import LARGER_MODELS
+from perf_model.cli.plan_command import LARGER_MODELS
 
 CHART = Bars(*(f"{quantity}, error" for quantity in QUANTITIES))
 

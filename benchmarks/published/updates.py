@@ -29,7 +29,7 @@ from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.training_run.training_memory import PARAM_BYTES
 
 PRESETS = {
@@ -83,7 +83,9 @@ def workload_of(setting: RunSetting) -> Workload:
     layer = [hidden, projections, hidden * hidden, hidden, 2 * hidden * width, hidden * width]
     tensors = [table, *(layers * layer), hidden, table]
     scale = setting.real_params / sum(tensors)
-    return Workload.from_parameters([round(scale * numel) for numel in tensors], setting.ranks, setting.sub_group_size)
+    partitions = (Partition("", -(-round(scale * numel) // setting.ranks)) for numel in tensors)
+    groups = form_sub_groups(partitions, setting.sub_group_size)
+    return Workload.from_numels([sum(partition.numel for partition in group) for group in groups])
 
 
 @cache

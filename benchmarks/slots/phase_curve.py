@@ -9,15 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from perf_model.prediction.memory import resident_bytes_of
+from perf_model.prediction.memory import MIB
 from perf_model.prediction.simulate import Simulator, _Simulation
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import FP32_BYTES, STATES
 from perf_model.training_run.job import Job
 
 _NEVER_S = float("inf")
 _LAST_LAYER = 1.0 - 1e-12
+
+
+def resident_bytes_of(numel: int) -> int:
+    """Return the least bytes that p, m and v of that length take, in a slot or resident."""
+    each_bytes = numel * FP32_BYTES
+    block_bytes = 2 * MIB if each_bytes > 10 * MIB - 512 else 512
+    return len(STATES) * -(-each_bytes // block_bytes) * block_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

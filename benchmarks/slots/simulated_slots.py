@@ -14,8 +14,7 @@ from perf_model.prediction.memory import memory_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.presets.machines import MACHINES
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all, place_by_stride
+from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import GradientPath
 

@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from perf_model.cli.command_parser import CommandParser
-from perf_model.cli.planning_commands import add_list_option, add_planning_commands
+from perf_model.cli.planning_commands import CommandParser, add_list_option, add_planning_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

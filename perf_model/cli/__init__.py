@@ -1,5 +1,1 @@
-"""Which planning commands are there? Each is a module named ``..._command.py``.
-
-Both ``python -m perf_model`` and ``deep-opt-states`` offer them. Rich and matplotlib are imported only when a command
-prints a table or draws a picture.
-"""
+"""Which planning commands are there? ``python -m perf_model`` and ``deep-opt-states`` offer each ``..._command.py``."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
-from perf_model.cli.plan_answer import fixed_seconds
+from perf_model.cli.plan_command import fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cluster.layouts import Cluster
 from perf_model.cluster.pipeline import PipelineLayout, best_pipeline_layout
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """
     # The rate of the network may also replace that of a profile, and not only that of a preset.
     without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
-    inputs = read_inputs(without_network, options.gpus, micro_batch=1)
+    [inputs] = read_inputs(without_network, (options.gpus, 1))
     job, limits, sizes = inputs.job, inputs.limits, options.tensor_parallel_sizes
     if not inputs.profile.has_accelerator:
         rule = f"profile: must be of a machine with a GPU, found {printable(inputs.profile_path)}, which has none"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from perf_model.cli.machine_options import read_machine
@@ -20,7 +19,7 @@ from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.training_run.decoder import generic_model
 from perf_model.training_run.forecast import Forecast, forecast
 from perf_model.training_run.hf_config import read_hf_config
-from perf_model.training_run.job import Job
+from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 from perf_model.training_run.predictor import MemoryLimits, Overlap
@@ -59,29 +58,23 @@ class Inputs:
         return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
 
 
-def read_inputs(options: argparse.Namespace, world_size: int | None, micro_batch: int) -> Inputs:
-    """Return the inputs that ``options`` name. Raise ``ModelError`` or ``ProfileError`` if they cannot be used.
+def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> list[Inputs]:
+    """Return the inputs that ``options`` name, for each pair of world size and micro-batch. Each file is read once.
 
-    ``world_size`` is None if it follows from the nodes.
+    A world size of None follows from the nodes. Raise ``ModelError`` or ``ProfileError`` for unusable input.
     """
-    return read_inputs_of_sizes(options, [(world_size, micro_batch)])[0]
-
-
-def read_inputs_of_sizes(options: argparse.Namespace, sizes: Iterable[tuple[int | None, int]]) -> list[Inputs]:
-    """Return the inputs as ``read_inputs`` does for each pair of world size and micro-batch. Each file is read once."""
-    machine = read_machine(options)
-    shape = _model(options)
-    rules = NO_RULES if options.rules is None else _read_rules(options.rules)
-    return [
-        _inputs(options, machine, _job(options, shape, rules, world_size, micro_batch))
-        for world_size, micro_batch in sizes
-    ]
+    machine, shape = read_machine(options), _model(options)
+    try:
+        rules = NO_RULES if options.rules is None else _read_rules(options.rules)
+        return [_inputs(options, machine, _job(options, shape, rules, *size)) for size in sizes]
+    except RulesError as error:
+        raise ModelError(f"--rules {options.rules}: {error}") from None
 
 
 def _job(
     options: argparse.Namespace, shape: ModelShape, rules: PlacementRules, world_size: int | None, micro_batch: int
 ) -> Job:
-    job = Job(
+    return Job(
         shape=shape,
         world_size=options.nodes * options.ranks_per_node if world_size is None else world_size,
         ranks_per_node=options.ranks_per_node,
@@ -93,22 +86,22 @@ def _job(
         trainable_share=options.trainable_share,
         tensor_parallel=options.tensor_parallel,
         attention=options.attention,
+        sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
+        rules=rules,
     )
-    if options.sub_group_size is not None:
-        job = replace(job, sub_group_size=options.sub_group_size)
-    try:
-        return replace(job, rules=rules)
-    except RulesError as error:
-        raise ModelError(f"--rules {options.rules}: {error}") from None
 
 
 def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfile, job: Job) -> Inputs:
     if options.unit_size is not None:
         _check_unit_size(options.unit_size, job)
-    if isinstance(machine, MachinePreset) and job.ranks_on_node > machine.cores:
-        rule = f"ranks_per_node: must be at most {machine.cores}, the number of cores of {machine.name}"
+    profile, path = machine, None
+    if isinstance(profile, HardwareProfile):
+        path = Path(options.profile)
+    elif job.ranks_on_node <= profile.cores:
+        profile = profile.profile(job.ranks_on_node)
+    else:
+        rule = f"ranks_per_node: must be at most {profile.cores}, the number of cores of {profile.name}"
         raise ModelError(f"{rule}, found {job.ranks_on_node}.\nCorrect --ranks-per-node, the GPUs per host.")
-    profile = machine.profile(job.ranks_on_node) if isinstance(machine, MachinePreset) else machine
     _check_rules(job, profile)
     for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "offload_param"):
         value = getattr(options, name)
@@ -124,12 +117,10 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
             pinned=options.pinned_memory_gb,
             gpu_margin=GPU_MARGIN_BYTES if options.gpu_memory_margin_gb is None else options.gpu_memory_margin_gb,
         ),
-        overlap=Overlap(
-            backward=options.overlap in ("backward", "both"), forward=options.overlap in ("forward", "both")
-        ),
+        overlap=Overlap(**{phase: options.overlap in (phase, "both") for phase in ("backward", "forward")}),
         unit_sizes=UNIT_SIZES if options.unit_size is None else (options.unit_size,),
         model=options.model if options.params is None else f"{options.params} parameters",
-        profile_path=None if isinstance(machine, MachinePreset) else Path(options.profile),
+        profile_path=path,
         given=frozenset(name for name in CONFIG_OPTIONS if getattr(options, name) is not None),
     )
 
@@ -150,11 +141,11 @@ def _model(options: argparse.Namespace) -> ModelShape:
 
 
 def _read_rules(path: Path) -> PlacementRules:
-    """Return the rules in the file ``path``. Raise ``ModelError`` if it contains none."""
+    """Return the rules in the file ``path``. Raise ``RulesError`` or ``ModelError`` if it contains none."""
     try:
         return PlacementRules.from_json(parse_json(read_text(path)))
-    except RulesError as error:
-        raise ModelError(f"--rules {path}: {error}") from None
+    except RulesError:
+        raise
     except (OSError, ValueError) as error:
         rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
         raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from perf_model.cli.inputs import Inputs, read_inputs
-from perf_model.cli.plan_answer import answer, fixed_seconds, machine_name, past_errors
 from perf_model.cli.plan_json import deepspeed_config, to_json_dict
-from perf_model.cli.unit_runs import UnitRun, unit_runs
+from perf_model.cli.screen import new_table, show
+from perf_model.cli.unit_runs import unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.micro_batch import Overheads
-from perf_model.training_run.predictor import Infeasible, PredictedIteration
+from perf_model.training_run.predictor import Infeasible
 from perf_model.units import DIGITS, billions, percent, seconds, significant, size
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MAX_ROWS = 20
 """The most rows of units on the screen."""
@@ -37,12 +32,17 @@ TITLES = {
 COLUMNS = ("", "forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
 """The headers of the comparison, which fits into 80 columns."""
 
+LARGER_MODELS = (45, 0.038, 0.168)
+"""The number of published runs, and the median and 90th percentile of the relative errors of their iterations, with
+rates that were fitted to smaller models on the same machine (``python -m benchmarks published``)."""
+
+
 WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit like these has another placement"
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code."""
-    inputs = read_inputs(options, options.world_size, options.micro_batch)
+    [inputs] = read_inputs(options, (options.world_size, options.micro_batch))
     found = inputs.forecast()
     if options.json:
         print(json.dumps(to_json_dict(found, inputs), indent=2))
@@ -53,95 +53,105 @@ def run(options: argparse.Namespace) -> int:
 
 def _print_screen(found: Forecast, inputs: Inputs) -> None:
     """Print the forecast. Text is wrapped at the width of the terminal, and the block to paste is not."""
-    from rich.console import Console
-
-    console = Console()
-
-    def show(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
-    show(answer(found, inputs))
-    if inputs.profile.has_accelerator:
-        show(past_errors())
-    show(f"\n{_setting(found, inputs)}\n")
-    console.print(_comparison(found))
-    for name, outcome in found.baselines.items():
-        if isinstance(outcome, Infeasible):
-            show(f"{TITLES[name]}: {outcome.reason}")
-    show(_legend(inputs.overheads))
-    show(f"\n{_bound(found)}")
-    show(f"memory: {_memory(found, inputs)}")
-    show("")
-    show(_placements(found))
-    runs = unit_runs(found)
-    console.print(_units(runs[:MAX_ROWS]))
-    if (more := len(runs) - MAX_ROWS) > 0:
-        show(f"... and {more} more rows; --json prints every unit")
-    show(f"{WHY}\n")
+    plan = found.planned.plan
+    profiled = inputs.profile.provenance
+    machine = profiled.gpu or f"{profiled.cpu or inputs.profile.name} (no GPU)"
+    _print_answer(found, inputs, machine)
+    show(f"\n{_setting(found, inputs, machine)}\n")
+    _print_comparison(found, inputs)
+    show(f"\n{_bound(found)}\nmemory: {_memory(found, inputs)}\n")
+    counts = ", ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
+    show(f"update: {counts}; {plan.schedule.num_slots} slots (GPU buffers for streamed units)")
+    _print_units(found)
     print("Paste into your DeepSpeed config:")
     print(json.dumps(deepspeed_config(found, inputs), indent=2))
 
 
-def _setting(found: Forecast, inputs: Inputs) -> str:
+def _print_answer(found: Forecast, inputs: Inputs, machine: str) -> None:
+    """Print whether training fits without offloading, how fast it is with the plan, and errors of past predictions."""
+    job, limits, predicted = found.job, inputs.limits, found.predicted
+    stock, no_offload = found.baselines["stock"], found.baselines["no_offload"]
+    limit = "unlimited memory" if limits.gpu is None else size(max(0, limits.gpu - limits.gpu_margin))
+    need = f"{size(found.no_offload_bytes, DIGITS)} of {limit} per GPU"
+    where = f"on {job.world_size} x {machine} without offloading"
+    compared = []
+    if not isinstance(no_offload, Infeasible):
+        fits = f"{job.shape.name} fits {where} ({need}, {seconds(no_offload.iteration_s, DIGITS)} per iteration)."
+        faster = significant(no_offload.iteration_s / predicted.iteration_s, DIGITS)
+        compared.append(f"{faster} times as fast as without offloading")
+    elif Placement.STREAMED in found.cost.placements:
+        fits = f"{job.shape.name} does not fit {where} ({need})."
+    else:
+        fits = f"Training {where} is not predicted: {no_offload.reason}."
+    if isinstance(stock, Infeasible):
+        compared.append("stock DeepSpeed's offload cannot run")
+    else:
+        faster = significant(stock.iteration_s / predicted.iteration_s, DIGITS)
+        compared.append(f"{faster} times as fast as with stock DeepSpeed's offload")
+    taken = f"With this plan, an iteration takes {seconds(predicted.iteration_s, DIGITS)}"
+    show(f"{fits} {taken}: {', and '.join(compared)}.")
+    if inputs.profile.has_accelerator:
+        runs, median, p90 = LARGER_MODELS
+        show(
+            f"Iterations of {runs} published runs, predicted by the same rules, were off by {percent(median)} in the "
+            f"median and by at most {percent(p90)} in nine of ten, with rates fitted to smaller models on the same "
+            "machine (python -m benchmarks published). On GPUs of our own (H100, H200), with one model, updates took "
+            "1.0 to 1.5 times as long as predicted. At its end, training logs predicted and measured times."
+        )
+
+
+def _setting(found: Forecast, inputs: Inputs, machine: str) -> str:
     """Describe the model, the machine and the units, and where the model and the rates are from."""
-    job, plan = found.job, found.planned.plan
-    count = len(plan.placements)
+    job, workload, profiled = found.job, found.planned.plan.workload, inputs.profile.provenance
+    count = len(workload.units)
     lines = [
-        f"{job.shape.description} on {job.world_size} x {machine_name(inputs)}, "
-        f"{billions(plan.workload.numel)} per rank, {count} units of {plan.workload.numel / count / 1e6:,.0f} M, "
-        f"at most {found.unit_size / 1e6:,.0f} M"
+        f"{job.shape.description} on {job.world_size} x {machine}, {billions(workload.numel)} per rank, "
+        f"{count} units of {workload.numel / count / 1e6:,.0f} M, at most {found.unit_size / 1e6:,.0f} M"
     ]
     if job.shape.source:
         lines.append(f"model: {job.shape.source}")
-    return "\n".join((*lines, _origin(inputs)))
+    origin = profiled.source
+    if origin == "measured":
+        origin += f" on {profiled.host}, {profiled.date}"
+        if profiled.ranks != job.ranks_on_node:
+            origin += f"; {profiled.ranks} ranks per node measured, but {job.ranks_on_node} will train"
+    return "\n".join((*lines, origin))
 
 
-def _origin(inputs: Inputs) -> str:
-    """Describe the origin of the rates. If the measurement and training have different numbers of ranks, name both."""
-    profiled, ranks = inputs.profile.provenance, inputs.job.ranks_on_node
-    if profiled.source != "measured":
-        return profiled.source
-    shared = "" if profiled.ranks == ranks else f"; {profiled.ranks} ranks per node measured, but {ranks} will train"
-    return f"measured on {profiled.host}, {profiled.date}{shared}"
-
-
-def _comparison(found: Forecast) -> Table:
-    """Return a row for the plan and for each alternative that can run."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in COLUMNS:
-        table.add_column(header, justify="right" if header else "left", no_wrap=True)
-    for name, outcome in {"this plan": found.predicted, **found.baselines}.items():
+def _print_comparison(found: Forecast, inputs: Inputs) -> None:
+    """Print a row for the plan and for each alternative that can run, the reasons of the others, and a legend."""
+    table = new_table(COLUMNS, left=("",))
+    outcomes = {"this plan": found.predicted, **found.baselines}
+    for name, outcome in outcomes.items():
         if not isinstance(outcome, Infeasible):
-            table.add_row(Text(TITLES.get(name, name)), *_figures(outcome, found.speed_up(outcome)))
-    return table
-
-
-def _figures(outcome: PredictedIteration, speed_up: float | None) -> list[str]:
-    durations_s = (
-        outcome.forward_s,
-        outcome.backward_s,
-        outcome.exposed_update_s,
-        outcome.hidden_update_s,
-        outcome.iteration_s,
-    )
-    return [
-        *(seconds(duration_s, DIGITS) for duration_s in durations_s),
-        significant(outcome.tokens_per_s, DIGITS),
-        "-" if outcome.mfu is None else percent(outcome.mfu),
-        "-" if speed_up is None else f"{significant(speed_up, DIGITS)}x",
-    ]
-
-
-def _legend(overheads: Overheads) -> str:
-    """Explain the columns, and which stock is compared."""
+            durations_s = (outcome.forward_s, outcome.backward_s, outcome.exposed_update_s, outcome.hidden_update_s)
+            speed_up = found.speed_up(outcome)
+            table.add_row(
+                TITLES.get(name, name),
+                *(seconds(duration_s, DIGITS) for duration_s in (*durations_s, outcome.iteration_s)),
+                significant(outcome.tokens_per_s, DIGITS),
+                "-" if outcome.mfu is None else percent(outcome.mfu),
+                "-" if speed_up is None else f"{significant(speed_up, DIGITS)}x",
+            )
+    show(table)
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, Infeasible):
+            show(f"{TITLES[name]}: {outcome.reason}")
+    overheads = inputs.overheads
     fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""
-    return (
+    show(
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "
         "gradients"
+    )
+
+
+def fixed_seconds(overheads: Overheads) -> str:
+    """Return the fixed seconds of an iteration and of a layer, which no profile measures, and their origin."""
+    return (
+        f"{seconds(overheads.iteration_s, DIGITS)} are in no phase, and the launches of a layer take at least "
+        f"{seconds(overheads.layer_s, DIGITS)} per forward and twice that per backward, as in published runs on "
+        "4xH100 and not measured here"
     )
 
 
@@ -157,39 +167,27 @@ def _bound(found: Forecast) -> str:
 
 def _memory(found: Forecast, inputs: Inputs) -> str:
     """Return each kind of memory with its limit: GPU memory per GPU, the others per node."""
-    limits, ranks = inputs.limits, found.job.ranks_on_node
-    pinned = None if limits.pinned is None else limits.pinned * ranks
-    kinds = (
-        *([("GPU", found.memory.gpu_bytes, limits.gpu)] if inputs.profile.has_accelerator else []),
-        (
-            f"host with {size(found.reserved_host_bytes, DIGITS)} for the system and processes",
-            found.memory.host_bytes,
-            limits.host,
-        ),
-        ("of which pinned", found.memory.pinned_bytes, pinned),
-    )
+    limits, memory = inputs.limits, found.memory
+    pinned = None if limits.pinned is None else limits.pinned * found.job.ranks_on_node
+    host = f"host with {size(found.reserved_host_bytes, DIGITS)} for the system and processes"
+    kinds = [(host, memory.host_bytes, limits.host), ("of which pinned", memory.pinned_bytes, pinned)]
+    if inputs.profile.has_accelerator:
+        kinds.insert(0, ("GPU", memory.gpu_bytes, limits.gpu))
     return ", ".join(
         f"{name} {size(taken, DIGITS)} of {'no limit' if limit is None else size(limit)}"
         for name, taken, limit in kinds
     )
 
 
-def _placements(found: Forecast) -> str:
-    plan = found.planned.plan
-    counts = ", ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
-    return f"update: {counts}; {plan.schedule.num_slots} slots (GPU buffers for streamed units)"
-
-
-def _units(runs: Sequence[UnitRun]) -> Table:
-    """Return a row for each of these runs of units."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in ("units", "layers", "parameters", "placement", "why"):
-        table.add_column(header, justify="right" if header == "parameters" else "left", overflow="fold")
-    for run in runs:
-        numel = f"{run.numel / 1e6:,.1f} M"
-        # Text, because the pattern of a rule may contain square brackets, which are markup in a str.
-        table.add_row(*map(Text, (run.indices, run.layers, numel, run.placement.value, run.why)))
-    return table
+def _print_units(found: Forecast) -> None:
+    """Print a row for each of the first runs of units."""
+    headers = ("units", "layers", "parameters", "placement", "why")
+    table, runs = new_table(headers, left={*headers} - {"parameters"}), unit_runs(found)
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"
+    for run in runs[:MAX_ROWS]:
+        table.add_row(run.indices, run.layers, f"{run.numel / 1e6:,.1f} M", run.placement.value, run.why)
+    show(table)
+    if (more := len(runs) - MAX_ROWS) > 0:
+        show(f"... and {more} more rows; --json prints every unit")
+    show(f"{WHY}\n")

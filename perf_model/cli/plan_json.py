@@ -10,7 +10,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs
 from perf_model.cli.unit_runs import unit_runs
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
@@ -23,81 +23,78 @@ FORMAT = 2
 
 def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     """Return the forecast as ``--json`` prints it: seconds and bytes."""
-    plan = found.planned.plan
-    units = [
-        {
-            "index": unit.index,
-            "ranges": [[run.sub_group, run.begin, run.numel] for run in unit.ranges],
-            "numel": unit.numel,
-            "forward_numel": unit.forward_numel,
-            "label": unit.label,
-            "placement": together.placement.value,
-            "why": together.why,
-        }
-        for together in unit_runs(found)
-        for unit in together.units
-    ]
+    plan, memory, windows = found.planned.plan, found.memory, found.windows
+    busy_s = {placement: found.cost.busy_s_per_param(placement) for placement in found.cost.placements}
     return {
-        "versions": versions(),
-        "inputs": inputs_to_json_dict(inputs),
+        "versions": _versions(),
+        "inputs": _inputs(inputs),
         "predicted": _outcome(found.predicted, found),
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
         "work_lower_bound_s": found.bound.seconds,
         "ratio_to_work_bound": found.planned.update_s / found.bound.seconds,
-        "busy_s": _busy_s(found),
+        "busy_s": {
+            resource.value: sum(plan.numel(placement) * each_s[resource] for placement, each_s in busy_s.items())
+            for resource in found.cost.capacities
+        },
         "memory": {
-            "gpu_peak_bytes": found.memory.gpu_bytes,
-            "host_bytes": found.memory.host_bytes,
+            "gpu_peak_bytes": memory.gpu_bytes,
+            "host_bytes": memory.host_bytes,
             "reserved_host_bytes": found.reserved_host_bytes,
-            "pinned_bytes": found.memory.pinned_bytes,
+            "pinned_bytes": memory.pinned_bytes,
             "no_offload_bytes": found.no_offload_bytes,
         },
         "placement": {placement.value: plan.placements.count(placement) for placement in Placement},
-        "units": units,
+        "units": [
+            {
+                "index": unit.index,
+                "ranges": [[run.sub_group, run.begin, run.numel] for run in unit.ranges],
+                "numel": unit.numel,
+                "forward_numel": unit.forward_numel,
+                "label": unit.label,
+                "placement": together.placement.value,
+                "why": together.why,
+            }
+            for together in unit_runs(found)
+            for unit in together.units
+        ],
         "order": {
             "update": list(plan.order or forward_order(plan.workload, plan.placements)),
             "first_use": list(found.first_use),
         },
         "num_slots": plan.num_slots,
         "unit_size": found.unit_size,
-        "windows": {"backward_s": found.windows.backward_s, "forward_s": found.windows.forward_s},
+        "windows": {"backward_s": windows.backward_s, "forward_s": windows.forward_s},
         "budgets": asdict(found.budgets),
         "plan": found.chosen.to_json_dict(),
         "deepspeed_config": deepspeed_config(found, inputs),
     }
 
 
-def versions() -> dict[str, Any]:
+def _versions() -> dict[str, Any]:
     """Return the versions that a plan may depend on; None for ``deep_opt_states`` if it is not installed."""
     try:
         ours = metadata.version("deep_opt_states")
     except metadata.PackageNotFoundError:
         ours = None
-    return {
-        "format": FORMAT,
-        "deep_opt_states": ours,
-        "python": platform.python_version(),
-    }
+    return {"format": FORMAT, "deep_opt_states": ours, "python": platform.python_version()}
 
 
-def inputs_to_json_dict(inputs: Inputs) -> dict[str, Any]:
+def _inputs(inputs: Inputs) -> dict[str, Any]:
     """Return all that the forecast depends on; ``job`` has the fields of ``Job`` except ``shape`` and ``rules``."""
-    job = inputs.job
+    job, shape = inputs.job, inputs.job.shape
     simple = [field.name for field in fields(Job) if field.name not in ("shape", "rules")]
     return {
         "model": {
             "option": inputs.model,
-            "numel": job.shape.numel,
-            "active_numel": job.shape.active_numel,
-            "shape": asdict(job.shape),
+            "numel": shape.numel,
+            "active_numel": shape.active_numel,
+            "shape": asdict(shape),
         },
         "job": {name: getattr(job, name) for name in simple},
         "rules": job.rules.to_json(),
         "machine": json.loads(inputs.profile.to_json()),
         "machine_path": None if inputs.profile_path is None else str(inputs.profile_path),
-        "limits": asdict(inputs.limits),
-        "overlap": asdict(inputs.overlap),
-        "overheads": asdict(inputs.overheads),
+        **{name: asdict(getattr(inputs, name)) for name in ("limits", "overlap", "overheads")},
         "unit_sizes": list(inputs.unit_sizes),
         "given": sorted(inputs.given),
     }
@@ -109,47 +106,34 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     It does not contain the choices of the planner: training makes them in the same way. If rules leave nothing to the
     planner, training does not plan, and the size of the units and the number of slots are those of this plan.
     """
-    job, plan = found.job, found.planned.plan
-    block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
+    job, plan, given, overlap = found.job, found.planned.plan, inputs.given, inputs.overlap
     planned = any(unit.fixed is None for unit in plan.workload.units)
-    if "unit_size" in inputs.given or not planned:
+    block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
+    if "unit_size" in given or not planned:
         block["unit_size"] = found.unit_size
     # Rules without a last one for all names may leave parameters to the planner, which then refuses the key.
     if job.rules.rules and not job.rules.may_plan:
         block["num_slots"] = plan.num_slots
     if inputs.profile_path is not None:
         block["profile"] = str(inputs.profile_path.resolve())
-    if "gpu_memory_gb" in inputs.given and planned and found.budgets.gpu_bytes is not None:
+    if "gpu_memory_gb" in given and planned and found.budgets.gpu_bytes is not None:
         # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
-    if "gpu_memory_margin_gb" in inputs.given and planned:
+    if "gpu_memory_margin_gb" in given and planned:
         block["gpu_memory_margin_gb"] = inputs.limits.gpu_margin / GB
-    if not inputs.overlap.backward:
-        block["overlap_backward"] = False
-    if not inputs.overlap.forward:
-        block["overlap_forward"] = False
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    if job.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    if "sub_group_size" in inputs.given:
-        zero["sub_group_size"] = job.sub_group_size
+    block |= {f"overlap_{phase}": False for phase, overlaps in asdict(overlap).items() if not overlaps}
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch,
         **({"tensor_parallel": {"autotp_size": job.tensor_parallel}} if job.tensor_parallel > 1 else {}),
         **({"gradient_accumulation_steps": job.accumulation} if job.accumulation > 1 else {}),
         "bf16": {"enabled": True},
-        "zero_optimization": zero,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            **({"offload_param": {"device": "cpu"}} if job.offload_param else {}),
+            **({"sub_group_size": job.sub_group_size} if "sub_group_size" in given else {}),
+        },
         "deep_optimizer_states": block,
-    }
-
-
-def _busy_s(found: Forecast) -> dict[str, float]:
-    """Return for how many seconds the update keeps each resource busy, whatever the order."""
-    per_param = {placement: found.cost.busy_s_per_param(placement) for placement in found.cost.placements}
-    numel = found.planned.plan.numel
-    return {
-        resource.value: sum(numel(placement) * busy_s[resource] for placement, busy_s in per_param.items())
-        for resource in found.cost.capacities
     }
 
 

@@ -14,17 +14,14 @@ from perf_model.units import DIGITS, seconds
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write trace and picture into the folder ``--output``, print the grid, and return the exit code.
-
-    Raise ``ModelError`` if the folder cannot be written.
-    """
-    found = read_inputs(options, options.world_size, options.micro_batch).forecast()
+    """Write trace and picture, print the grid, and return the exit code. Raise ``ModelError`` if it cannot write."""
+    [inputs] = read_inputs(options, (options.world_size, options.micro_batch))
+    found = inputs.forecast()
     # matplotlib takes a second to import.
     from perf_model.prediction.draw import draw
 
-    plan, timeline = found.planned.plan, found.planned.timeline
-    windows = replace(found.windows, first_use=found.first_use)
-    phases = windows.phases(timeline, plan.workload, found.cost)
+    plan, timeline, predicted = found.planned.plan, found.planned.timeline, found.predicted
+    phases = replace(found.windows, first_use=found.first_use).phases(timeline, plan.workload, found.cost)
     trace, picture = options.output / "timeline.json", options.output / "timeline.png"
     try:
         timeline.write_chrome_trace(trace, phases)
@@ -32,14 +29,10 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         rule = f"--output: must be a folder that can be written, found {printable(options.output)}: {reason(error)}."
         raise ModelError(f"{rule}\nName another folder.") from None
-    predicted = found.predicted
-    update_s, exposed_s, hidden_s = (
-        seconds(duration_s, DIGITS)
-        for duration_s in (predicted.update_s, predicted.exposed_update_s, predicted.hidden_update_s)
-    )
-    print(f"{plan}\n{format_grid(plan.schedule)}\n")
-    print(f"update {update_s}: {exposed_s} exposed, {hidden_s} hidden")
+    durations_s = (predicted.update_s, predicted.exposed_update_s, predicted.hidden_update_s)
+    update, exposed, hidden = (seconds(duration_s, DIGITS) for duration_s in durations_s)
+    print(f"{plan}\n{format_grid(plan.schedule)}\n\nupdate {update}: {exposed} exposed, {hidden} hidden")
     for lane in Lane:
-        print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane), DIGITS)} of {update_s}")
+        print(f"{lane.value:8} busy {seconds(timeline.busy_s(lane), DIGITS)} of {update}")
     print(f"\n{printable(trace)} (open it at https://ui.perfetto.dev)\n{printable(picture)}")
     return 0

@@ -7,15 +7,16 @@ import csv
 from itertools import product
 from pathlib import Path
 
-from perf_model.cli.inputs import Inputs, read_inputs_of_sizes
-from perf_model.cli.plan_answer import fixed_seconds
+from perf_model.cli.inputs import Inputs, read_inputs
+from perf_model.cli.plan_command import fixed_seconds
+from perf_model.cli.screen import new_table, show
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.predictor import Infeasible
-from perf_model.units import seconds, significant
+from perf_model.units import DIGITS, seconds, significant
 
 SweepRow = dict[str, str | int | float | None]
 """The values of one row by column; None where there is no value."""
@@ -25,22 +26,18 @@ COLUMNS = (
     "iteration_s", "tokens_per_s", "mfu", "stock_iteration_s", "speed_up", "gpu_peak_bytes", "host_bytes", "why",
 )  # fmt: skip
 
-
-_TITLES = {
-    "world_size": "GPUs",
-    "micro_batch": "batch",
-    "exposed_update_s": "exposed",
-    "iteration_s": "iteration",
-    "tokens_per_s": "tokens/s",
-    "mfu": "MFU",
+SHOWN = {
+    "world_size": "GPUs", "micro_batch": "batch", "cpu": "cpu", "streamed": "streamed", "resident": "resident",
+    "exposed_update_s": "exposed", "iteration_s": "iteration", "tokens_per_s": "tokens/s", "mfu": "MFU",
     "speed_up": "speed-up",
-}
+}  # fmt: skip
+"""The titles of the columns on the screen."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table, write the CSV file, and return the exit code: 1 if nothing fits for any pair."""
     # An impossible pair is refused before the others are planned for, and the table is printed before writing can fail.
-    inputs = read_inputs_of_sizes(options, product(options.world_sizes, options.micro_batches))
+    inputs = read_inputs(options, *product(options.world_sizes, options.micro_batches))
     rows = list(map(_row, inputs))
     _print_table(rows, inputs[0].overheads)
     if options.csv is not None:
@@ -81,28 +78,20 @@ def _write(rows: list[SweepRow], path: Path) -> None:
 
 
 def _print_table(rows: list[SweepRow], overheads: Overheads) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    shown = (*COLUMNS[:5], "exposed_update_s", "iteration_s", "tokens_per_s", "mfu", "speed_up")
-    for column in shown:
-        table.add_column(_TITLES.get(column, column), justify="right", no_wrap=True)
+    table = new_table(SHOWN.values())
     for row in rows:
-        cells = [_cell(key, row[key]) for key in shown]
+        cells = [_cell(key, row[key]) for key in SHOWN]
         table.add_row(*cells if row["why"] is None else [*cells[:2], "-"])
-    console = Console()
-    console.print(table)
+    show(table)
     for row in rows:
         if row["why"] is not None:
-            where = f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}"
-            console.print(f"{where}: {row['why']}", highlight=False, markup=False, soft_wrap=True)
+            show(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", soft_wrap=True)
     legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
-    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""
-    console.print(f"{legend}{fixed}", highlight=False)
+    show(legend + (f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""))
 
 
 def _cell(column: str, value: str | int | float | None) -> str:
     if isinstance(value, float):
-        return seconds(value, digits=2) if column.endswith("_s") and "_per_s" not in column else significant(value, 2)
+        is_seconds = column.endswith("_s") and column != "tokens_per_s"
+        return seconds(value, DIGITS) if is_seconds else significant(value, DIGITS)
     return "-" if value is None else str(value)

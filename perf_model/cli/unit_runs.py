@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from perf_model.schedule.cutting import names_in
+from perf_model.schedule.cutting import partitions_in
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule
 from perf_model.schedule.workload import Unit
@@ -15,8 +15,6 @@ from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
 from perf_model.training_run.predictor import Infeasible
 from perf_model.units import DIGITS, seconds
-
-ALL_FIT = "GPU memory is enough for the states of all units"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,46 +44,28 @@ class UnitRun:
 
 
 def unit_runs(found: Forecast) -> list[UnitRun]:
-    """Return the runs of the plan, in the order of the units."""
+    """Return the runs of the plan in order. Of units of equal length, moving the middle one gives the reason."""
     plan = found.planned.plan
-    placed = zip(plan.workload.units, plan.placements, strict=True)
-    keyed = ((unit, placement, _rules_of(unit, found.job)) for unit, placement in placed)
-    grouped = [
-        ([unit for unit, _, _ in run], placement, rules)
-        for (placement, rules), run in groupby(keyed, key=lambda item: (item[1], item[2]))
-    ]
-    changes = _changes(found)
-    return [
-        UnitRun(
-            units=units,
-            placement=placement,
-            why=", ".join(map(str, rules))
-            if rules
-            else _why(found, units, *changes[placement, units[len(units) // 2].numel]),
-        )
-        for units, placement, rules in grouped
-    ]
-
-
-def _changes(found: Forecast) -> dict[tuple[Placement, int], tuple[int, dict[Placement, float | None]]]:
-    """Return, for the units with each placement and length, the middle one and what moving it would change.
-
-    That is, for each other placement, by how many seconds the exposed time changes; None if that does not fit.
-    """
-    indices: dict[tuple[Placement, int], list[int]] = defaultdict(list)
-    for unit, placement in zip(found.planned.plan.workload.units, found.planned.plan.placements, strict=True):
-        indices[placement, unit.numel].append(unit.index)
-    middles = {key: of_group[len(of_group) // 2] for key, of_group in indices.items()}
-    moves = [(middle, other) for middle in middles.values() for other in found.cost.placements]
+    placed = list(zip(plan.workload.units, plan.placements, strict=True))
+    equal: dict[tuple[Placement, int], list[int]] = defaultdict(list)
+    for unit, placement in placed:
+        equal[placement, unit.numel].append(unit.index)
+    middles = {kind: indices[len(indices) // 2] for kind, indices in equal.items()}
+    others = {placement: [each for each in found.cost.placements if each is not placement] for placement in Placement}
+    moves = [(middle, other) for (placement, _), middle in middles.items() for other in others[placement]]
     changes_s = found.request.changes_of_exposed_s(found.planned, moves)
-    return {
-        key: (middle, {other: changes_s[middle, other] for other in found.cost.placements if other is not key[0]})
-        for key, middle in middles.items()
-    }
+    runs = []
+    for (placement, rules), run in groupby(placed, key=lambda item: (item[1], _rules_of(item[0], found.job))):
+        units = [unit for unit, _ in run]
+        middle = middles[placement, units[len(units) // 2].numel]
+        moved_s = {other: changes_s[middle, other] for other in others[placement]}
+        why = ", ".join(map(str, rules)) or _why(found, units, middle, moved_s)
+        runs.append(UnitRun(units=units, placement=placement, why=why))
+    return runs
 
 
 def show_change(change_s: float | None) -> str:
-    """Return a change of the exposed time for people."""
+    """Return a change of the exposed time for people; None if there is no memory for it."""
     if change_s is None:
         return "no memory"
     shown = seconds(change_s, DIGITS)
@@ -96,23 +76,23 @@ def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
     """Return the rules that fix ``unit``; none if the planner places it."""
     if unit.fixed is None:
         return ()
-    rules = map(job.rules.rule_for, names_in(unit, job.sub_groups))
-    # The last name may be that of a parameter which begins a few elements before the next unit does.
+    rules = (job.rules.rule_for(partition.name) for partition, _ in partitions_in(unit, job.sub_groups))
+    # The last partition may be one which starts a few elements before the next unit does.
     return tuple(dict.fromkeys(rule for rule in rules if rule is not None and rule.placement is unit.fixed))
 
 
-def _why(found: Forecast, units: Sequence[Unit], middle: int, changes_s: Mapping[Placement, float | None]) -> str:
+def _why(found: Forecast, units: Sequence[Unit], middle: int, moved_s: Mapping[Placement, float | None]) -> str:
     """Return the reason for a placement of the planner: the place in forward, and the change if a unit is moved."""
     streamed = found.baselines["all_streamed"]
     if Placement.STREAMED not in found.cost.placements and isinstance(streamed, Infeasible):
         return streamed.reason
-    plan = found.planned.plan
-    if set(plan.placements) == {Placement.RESIDENT}:
-        return ALL_FIT
+    placements = found.planned.plan.placements
+    if set(placements) == {Placement.RESIDENT}:
+        return "GPU memory is enough for the states of all units"
     indices = [unit.index for unit in units]
     where = ""
-    if found.windows.forward_s > 0.0 and len(units) < len(plan.placements):
+    if found.windows.forward_s > 0.0 and len(units) < len(placements):
         where = "first in forward: " if found.first_use[0] in indices else ""
         where = "last in forward: " if found.first_use[-1] in indices else where
-    moved = ", ".join(f"{other.value} {show_change(change_s)}" for other, change_s in changes_s.items())
+    moved = ", ".join(f"{other.value} {show_change(change_s)}" for other, change_s in moved_s.items())
     return f"{where}{moved}" + (f" (unit {middle})" if indices != [middle] else "")

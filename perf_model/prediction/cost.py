@@ -1,9 +1,7 @@
 """Model the cost of an action: the amount of each shared resource that it uses, and the time that it takes alone.
 
-Actions that overlap share resources: the two PCIe directions, their joint limit, the driver's staging of pageable
-copies, CPU cores, the GPU, and host memory bandwidth, which CPU updates and every transfer use. The slowdown follows
-from the amounts alone (``relative_speeds``); there is no factor for it. ``CostModel`` holds the amounts per parameter
-and the capacities of one rank; ``docs/design.md`` explains the model.
+Actions that overlap share resources, and their slowdown follows from the amounts alone (``relative_speeds``).
+``CostModel`` holds the amounts per parameter and the capacities of one rank; ``docs/design.md`` explains the model.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
@@ -26,13 +25,10 @@ COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionK
 """The number of copies that an action consists of. Each copy begins with the latency of a copy."""
 
 GPU_STEP_BYTES = 28
-"""Bytes per parameter of a bf16 model that an update on the accelerator moves in its memory.
-
-The kernel reads and writes p, m and v (24), reads the gradient (2) and writes the parameter (2).
-"""
+"""Bytes of p, m and v, read and written (24), of the gradient, read (2), and of the bf16 parameter, written (2)."""
 
 _FULL = 1e-12
-"""The relative tolerance with which a resource counts as full."""
+"""The tolerance with which a resource counts as full."""
 
 
 class Resource(Enum):
@@ -46,8 +42,7 @@ class Resource(Enum):
     CPU = "cpu cores"
     GPU = "gpu"
 
-    # As in ``action.py``: each hash of a cost model takes those of all resources.
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # as in ``action.py``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,25 +54,13 @@ class BytesPerParam:
     pageable: float = 0.0
     dram: float = 0.0
 
-    @property
-    def amounts(self) -> dict[Resource, float]:
-        """Return the bytes of each resource."""
-        return {
-            Resource.H2D: self.h2d,
-            Resource.D2H: self.d2h,
-            Resource.BOTH: self.h2d + self.d2h,
-            Resource.PAGEABLE: self.pageable,
-            Resource.DRAM: self.dram,
-        }
-
 
 def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that our runtime moves in each kind of action.
 
-    ``param_bytes`` is 2 for 16-bit models and 4 for fp32 models, whose CPU update has nothing to round. CPU_STEP is one
-    pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, in which DeepSpeed
-    accumulates it by default, and the 16-bit parameter is written. ``params_on_host``: DeepSpeed offloads parameters,
-    so the CPU update writes them in place, in fp32 models too, and an update on the accelerator is copied down to them.
+    CPU_STEP is one pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, and the
+    parameter is written unless it is fp32 (``param_bytes`` 4). ``params_on_host``: DeepSpeed offloads parameters, so
+    the CPU update writes them in place, also if they are fp32, and an update on the accelerator is copied down to them.
     """
     staged = STAGED_BYTES_PER_PARAM
     writes_param = params_on_host or param_bytes < FP32_BYTES
@@ -95,9 +78,8 @@ def stock_traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -
     """Return the bytes per parameter that stock DeepSpeed moves in each kind of action.
 
     Its CPU update takes three passes: the gradient is scaled in place (8), Adam reads and writes (28), and the
-    parameter is rounded (4 read, 2 written). It publishes from pageable memory: the driver copies the parameters to
-    memory that it has pinned (read, written) before the device reads that memory. ``params_on_host``: DeepSpeed
-    offloads parameters, so the rounded ones stay in host memory.
+    parameter is rounded (4 read, 2 written). It publishes from pageable memory, which the driver first copies to pinned
+    memory. ``params_on_host``: DeepSpeed offloads parameters, so the rounded ones stay in host memory.
     """
     published = 0 if params_on_host else param_bytes
     rounding = 4 + param_bytes if param_bytes < FP32_BYTES else 0
@@ -110,11 +92,7 @@ def stock_traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The cost of one action.
-
-    ``amounts`` of the shared resources are in the units of the resources. ``alone_s`` is the time that they take if
-    nothing else runs. ``latency_s`` comes before that and occupies only the lane.
-    """
+    """The ``amounts`` of an action, which take ``alone_s`` if nothing else runs, after a ``latency_s`` of its lane."""
 
     alone_s: float
     amounts: Mapping[Resource, float]
@@ -129,10 +107,9 @@ class Load:
 def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
     """Return each running action's speed relative to running alone (max-min fair sharing).
 
-    This is progressive filling: all speeds rise together until a resource is full. The actions that use this resource
-    keep their speed, and the others rise further. For example, two actions that would each use two thirds of host
-    memory's capacity alone both run at 0.75, and an action that uses another resource runs at 1. The result depends on
-    the kinds of the actions, not on their lengths, because amounts and seconds alone grow in proportion.
+    All speeds rise together until a resource is full. The actions that use it keep their speed, and the others rise
+    further. For example, two actions that would each use two thirds of host memory's capacity alone both run at 0.75,
+    and one that uses another resource runs at 1. The result depends on the kinds of the actions, not on their lengths.
     """
     result = [1.0] * len(loads)
     rising = {index for index, load in enumerate(loads) if load.alone_s > 0}
@@ -156,20 +133,23 @@ def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float])
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The capacities of one rank, and the amounts of them that each kind of action uses.
+    """The ``capacities`` of one rank per second, and the amounts ``per_param`` that each kind of action uses.
 
-    ``capacities`` are per second, and ``per_param`` are amounts per parameter. CPU and GPU are counted in seconds of
-    the rank's whole share, so that their capacity is 1; the other resources are counted in bytes.
+    CPU and GPU are counted in seconds of the rank's whole share, so that their capacity is 1, the others in bytes.
     """
 
     capacities: Mapping[Resource, float]
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
     copy_latency_s: float = 0.0
 
-    def __hash__(self) -> int:
-        """Return a hash, so that what depends on nothing but the cost is computed once."""
-        per_param = frozenset((kind, frozenset(amounts.items())) for kind, amounts in self.per_param.items())
-        return hash((frozenset(self.capacities.items()), per_param, self.copy_latency_s))
+    @cached_property
+    def speeds_of_copies(self) -> tuple[float, float]:
+        """Return the speeds of a prefetch and of a flush that overlap, relative to running alone."""
+        if ActionKind.PREFETCH not in self.per_param:
+            return 1.0, 1.0
+        loads = [self.load(kind, 1) for kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES)]
+        prefetch, flush = relative_speeds(loads, self.capacities)
+        return prefetch, flush
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -186,12 +166,17 @@ class CostModel:
         traffic: Mapping[ActionKind, BytesPerParam],
         copy_latency_s: float = 0.0,
     ) -> CostModel:
-        """Return the cost model for these rates.
-
-        ``capacities``, in bytes per second, are those of the resources that ``traffic`` counts. Without
-        ``gpu_adam_params_per_s`` nothing can be updated on the accelerator.
-        """
-        per_param = {kind: moved.amounts for kind, moved in traffic.items()}
+        """Return the cost model; without ``gpu_adam_params_per_s`` nothing can be updated on the accelerator."""
+        per_param = {
+            kind: {
+                Resource.H2D: moved.h2d,
+                Resource.D2H: moved.d2h,
+                Resource.BOTH: moved.h2d + moved.d2h,
+                Resource.PAGEABLE: moved.pageable,
+                Resource.DRAM: moved.dram,
+            }
+            for kind, moved in traffic.items()
+        }
         per_param[ActionKind.CPU_STEP][Resource.CPU] = 1 / cpu_adam_params_per_s
         if gpu_adam_params_per_s is None:
             del per_param[ActionKind.GPU_STEP]
@@ -213,8 +198,8 @@ class CostModel:
     def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
         """Return the cost model of our update.
 
-        If the profile contains no rate of an accelerator at all, the accelerator is the CPU itself. Raise
-        ``ProfileError`` if it contains some of these rates and lacks others that are needed.
+        If the profile contains no rate of an accelerator, that is the CPU itself. Raise ``ProfileError`` if it contains
+        some of these rates and lacks others that are needed.
         """
         # Where the accelerator is the CPU, all parameters are in host memory.
         on_host = params_on_host or not profile.has_accelerator
@@ -228,7 +213,7 @@ class CostModel:
         latency_s = profile.get("copy_latency_s") or 0.0
         if not profile.has_accelerator:
             # Slots are host memory: copies, which read and write each byte, and Adam share the same cores. The CPU
-            # writes the 16-bit parameters of the model itself as it updates, so there is nothing to publish.
+            # writes the 16-bit parameters of the model itself, so there is nothing to publish.
             byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
             seconds = {kind: byte_s * (moved.h2d + moved.d2h) for kind, moved in traffic.items()}
             seconds |= dict.fromkeys((ActionKind.CPU_STEP, ActionKind.GPU_STEP), 1 / cpu)
@@ -258,11 +243,6 @@ class CostModel:
         copies = COPIES_PER_ACTION.get(kind, 0) if amounts else 0
         return Load(busiest_s, amounts, self.copy_latency_s * copies)
 
-    def busiest(self, kind: ActionKind) -> Resource:
-        """Return the resource that limits an action of that kind if nothing else runs."""
-        each = self.per_param[kind]
-        return max(each, key=lambda resource: each[resource] / self.capacities[resource])
-
     def busy_s_per_param(self, placement: Placement) -> dict[Resource, float]:
         """Return the seconds that one parameter with ``placement`` keeps each resource busy."""
         amounts = [self.per_param[kind] for kind in CHAINS[placement]]
@@ -279,9 +259,8 @@ class CostModel:
 def _dram_capacity(profile: HardwareProfile) -> float:
     """Return the bytes per second that host memory reached while a CPU update and transfers both ways ran concurrently.
 
-    If neither slowed the other, host memory was not the limit, and its capacity is at least that much. The bandwidth
-    that either reaches alone is a lower bound in any case; a CPU update that the caches help may exceed the plain
-    probe.
+    If neither slowed the other, its capacity is at least that much. The rate of either alone is a lower bound, which
+    may exceed the plain probe where caches help.
     """
     cpu = profile.rate("cpu_adam_params_per_s")
     # If the rate of both directions is waived, its upper bound is known, but only one direction is a lower bound.

@@ -29,11 +29,7 @@ _COLOURS: dict[Phase | ActionKind, str] = {
 _CONTEXT_SHARE = 0.08
 """The share of the update's width that is shown of backward before it, and of forward after it."""
 
-_WIDTH_INCHES, _POINTS_PER_INCH = 13, 72
-_TITLE_CHARACTERS = 180
-_LABEL_POINTS = 8
-_CHARACTER_POINTS = 0.7 * _LABEL_POINTS
-"""A little more than the width of a digit."""
+_WIDTH_INCHES, _TITLE_CHARACTERS, _LABEL_POINTS = 13, 180, 8
 
 
 def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = ()) -> None:
@@ -45,17 +41,16 @@ def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan]
 def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -> bytes:
     """Return the picture as an SVG file that needs no other file: fonts are drawn as paths."""
     file = io.BytesIO()
-    # Omit the author and the date: the page states them, and in the file they would refer to schemas on the internet.
+    # In the file, the author and the date would refer to schemas on the internet.
     no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     _figure(timeline, title, phases).savefig(file, format="svg", metadata=no_metadata)
     return file.getvalue()
 
 
 def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
-    """Return the figure of ``timeline``.
+    """Return the figure of ``timeline``, whose bars are labelled with their units if that fits.
 
-    A bar is labelled with its unit, if that fits. ``phases`` are in order of time. The background of the bars has the
-    colour of the phase, which distinguishes exposed from hidden actions.
+    ``phases`` are in order of time. The colour of a phase behind the bars distinguishes exposed from hidden actions.
     """
     # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -67,7 +62,7 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     start_ms, end_ms = _shown_ms(timeline, phases)
-    ms_per_point = (end_ms - start_ms) / (0.9 * _WIDTH_INCHES * _POINTS_PER_INCH)
+    ms_per_point = (end_ms - start_ms) / (0.9 * _WIDTH_INCHES * 72)
 
     def bar(row: int, left_ms: float, right_ms: float, colour: str, label: str) -> None:
         width_points = (right_ms - left_ms) / ms_per_point
@@ -75,7 +70,8 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
         edge = 0.5 if width_points > 3 else 0.0
         # If bars were snapped to whole pixels, those thinner than a pixel would disappear.
         axes.barh(row, right_ms - left_ms, 0.6, left_ms, color=colour, edgecolor="white", linewidth=edge, snap=edge > 0)
-        if len(label) * _CHARACTER_POINTS <= width_points:
+        # A digit is a little narrower than 0.7 of its height.
+        if len(label) * 0.7 * _LABEL_POINTS <= width_points:
             axes.text((left_ms + right_ms) / 2, row, label, ha="center", va="center", fontsize=_LABEL_POINTS)
 
     for phase_span in phases:
@@ -96,8 +92,11 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel("milliseconds since the update was decided")
-    wrapped = textwrap.fill(title, _TITLE_CHARACTERS)
-    axes.set_title(f"{_heading(timeline, phases)}\n{wrapped}", fontsize=9)
+    heading = f"update of {timeline.active_s * 1e3:.1f} ms"
+    if phases:
+        exposed_s = seconds_of(Phase.EXPOSED, phases)
+        heading += f": {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"
+    axes.set_title(f"{heading}\n{textwrap.fill(title, _TITLE_CHARACTERS)}", fontsize=9)
     shown = {span.action.kind for span in timeline.spans} | {phase_span.phase for phase_span in phases}
     patches = [Patch(color=colour, label=entry.value) for entry, colour in _COLOURS.items() if entry in shown]
     if patches:
@@ -114,11 +113,3 @@ def _shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, f
         end_s = max(end_s, min(end_s + context_s, phases[-1].end_s))
     shown_ms = max((end_s - start_s) * 1e3, 1e-6)
     return start_s * 1e3, start_s * 1e3 + 1.01 * shown_ms
-
-
-def _heading(timeline: Timeline, phases: Sequence[PhaseSpan]) -> str:
-    update = f"update of {timeline.active_s * 1e3:.1f} ms"
-    if not phases:
-        return update
-    exposed_s = seconds_of(Phase.EXPOSED, phases)
-    return f"{update}: {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"

@@ -1,14 +1,14 @@
 """Define ``HardwareProfile``: the measured rates of a machine, with the origin of each, read from and written to JSON.
 
-All rates are per rank, measured (or, in a preset, divided) with all ranks of the node at work at the same time, as in
-training. A rate that could not be measured is *waived*, with the reason. The file is written by our own program, so
-what is checked is what people do to it: another file, another version, a figure that was edited in another unit.
+All rates are per rank with all ranks of the node at work, as in training. A rate that could not be measured is
+*waived*, with the reason. The checks find another file, another version and other units.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -28,10 +28,7 @@ class ProfileError(ValueError):
 
 
 class Quantity(NamedTuple):
-    """A quantity of a profile.
-
-    The value of every machine is between ``low`` and ``high``. A value with a unit that is wrong by 1e3 is outside.
-    """
+    """A quantity of a profile with bounds: a value with a unit that is wrong by 1e3 is outside for every machine."""
 
     meaning: str
     low: float
@@ -61,10 +58,7 @@ QUANTITIES: dict[str, Quantity] = {
         "all-gather among ranks on different nodes, all ranks of a node at once: bytes that a rank receives", 1e6, 1e13
     ),
 }
-"""The quantities of a profile by name. Earlier versions did not measure the last four.
-
-A rank receives in an all-gather, or sends in a reduce-scatter, (d - 1) / d of the whole if d ranks take part.
-"""
+"""The quantities by name. Of d ranks, each receives or sends (d - 1) / d of the whole in a collective."""
 
 _SPECIFIED = {
     "gpu_memory_bytes": Quantity("memory of the GPU", 1e9, 1e13),
@@ -77,34 +71,29 @@ MATMUL_SIZE = 4096
 """The rows of the square matrices whose product gives ``matmul_flops_per_s`` on a GPU."""
 
 SMALL_MATMUL_SIZE = 1024
-"""The rows of the square matrices whose product gives ``matmul_small_flops_per_s``. They do not fill a GPU, so that
-both rates together show how the rate grows with the size."""
+"""The rows of the square matrices whose product gives ``matmul_small_flops_per_s``. They do not fill a GPU."""
 
 RETIRED_QUANTITIES = frozenset({"pageable_d2h_bytes_per_s", "rounding_params_per_s", "split_cpu_adam_params_per_s"})
 """Quantities that earlier versions measured and no prediction reads: they are ignored in saved profiles."""
 
 REQUIRED = ("cpu_adam_params_per_s", "stock_cpu_adam_params_per_s", "dram_update_bytes_per_s")
-"""The quantities without which nothing can be predicted. Without the rates of transfers, the accelerator is the CPU
-itself."""
+"""The quantities without which nothing can be predicted."""
 
 ACCELERATOR_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
-"""The rates of an accelerator: a profile that has any of them describes a machine with an accelerator."""
+"""The rates of an accelerator. Without all of them, the accelerator is the CPU itself."""
 
 MIN_GPU_MATMUL_FLOPS_PER_S, MAX_CPU_MATMUL_FLOPS_PER_S = 1e12, 2e14
-"""Bounds of a matrix product: with a unit that is wrong by 1e3, a CPU would look like a GPU or a GPU like a CPU. A CPU
-with AMX reaches 1e14."""
+"""Bounds with which a unit wrong by 1e3 makes no GPU of a CPU, or the reverse. A CPU with AMX reaches 1e14."""
 
 PEAK_TOLERANCE = 1.2
 """The tolerance of ``gpu_peak_flops``: clocks may be above those of the specification."""
-
 
 LIMITS: dict[str, tuple[tuple[str, ...], float]] = {
     "cpu_adam_beside_transfers_params_per_s": (("cpu_adam_params_per_s",), 1.5),
     "both_beside_cpu_adam_bytes_per_s": (("both_bytes_per_s",), 1.5),
     "both_bytes_per_s": (("h2d_bytes_per_s", "d2h_bytes_per_s"), 1.2),
 }
-"""The limits of rates that are measured concurrently with other work, which does not make them faster than alone: the
-rates alone, whose sum is the limit, and the tolerance for noise as a factor."""
+"""Rates that are measured beside other work: the rates alone whose sum is the limit, and a factor for noise."""
 
 
 def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[tuple[str, float, str, float, float]]:
@@ -113,14 +102,14 @@ def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[tup
     ``median_of`` returns the rate of a name, or None if it is missing.
     """
     for name, (names, tolerance) in LIMITS.items():
-        rate, alone = median_of(name), [median_of(other) for other in names]
-        known = [each for each in alone if each is not None]
-        if rate is not None and len(known) == len(alone) and rate > tolerance * sum(known):
-            yield name, rate, " plus ".join(names), sum(known), tolerance
+        rate, *alone = (median_of(each) or math.nan for each in (name, *names))
+        # A missing rate, which is NaN, is above no limit and no limit itself.
+        if rate > tolerance * sum(alone):
+            yield name, rate, " plus ".join(names), sum(alone), tolerance
 
 
 def matmul_bounds(gpu_memory_bytes: int | None, peak: float | None, *, has_accelerator: bool) -> tuple[float, float]:
-    """Return the bounds of ``matmul_flops_per_s``, in FLOP/s. ``peak`` is that of the GPU, or None if it is unknown."""
+    """Return the bounds of ``matmul_flops_per_s``, in FLOP/s. ``peak`` is None if it is unknown."""
     low, high = QUANTITIES["matmul_flops_per_s"][1:]
     if gpu_memory_bytes is not None:
         low = MIN_GPU_MATMUL_FLOPS_PER_S
@@ -151,10 +140,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The origin of a profile: the machine, the software and the date.
-
-    ``source`` is "measured", or names the origin of the figures of a preset.
-    """
+    """The origin of a profile. ``source`` is "measured", or names the origin of the figures of a preset."""
 
     source: str
     date: str = ""
@@ -187,23 +173,15 @@ class HardwareProfile:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.measurements if name not in QUANTITIES]:
             raise _error("measurements", f"must only have the keys {', '.join(QUANTITIES)}", unknown[0])
-        for name in REQUIRED:
-            if self.get(name) is None:
-                raise _error(name, "is needed for every prediction", f"nothing ({self.why_missing(name)})")
-        figures = [(name, QUANTITIES[name], each.samples) for name, each in self.measurements.items()]
-        figures += [
-            (f"cpu_adam_by_threads.{threads}", QUANTITIES["cpu_adam_params_per_s"], each.samples)
-            for threads, each in self.cpu_adam_by_threads.items()
-        ]
-        specified = {name: getattr(self, name) for name in _SPECIFIED}
-        figures += [(name, _SPECIFIED[name], (value,)) for name, value in specified.items() if value is not None]
-        for name, (meaning, low, high), values in figures:
-            for value in values:
-                if not low <= value <= high:
-                    raise _error(name, f"must be from {low:g} to {high:g} ({meaning})", value)
-        self._check_together()
-
-    def _check_together(self) -> None:
+        if missing := [name for name in REQUIRED if self.get(name) is None]:
+            raise _error(missing[0], "is needed for every prediction", f"nothing ({self.why_missing(missing[0])})")
+        for name, measurement in self.measurements.items():
+            _check(name, QUANTITIES[name], measurement.samples)
+        for threads, measurement in self.cpu_adam_by_threads.items():
+            _check(f"cpu_adam_by_threads.{threads}", QUANTITIES["cpu_adam_params_per_s"], measurement.samples)
+        for name, quantity in _SPECIFIED.items():
+            value = getattr(self, name)
+            _check(name, quantity, () if value is None else (value,))
         achieved, peak = self.get("matmul_flops_per_s"), self.gpu_peak_flops
         low, high = matmul_bounds(self.gpu_memory_bytes, peak, has_accelerator=self.has_accelerator)
         if achieved is not None and not low <= achieved <= high:
@@ -222,10 +200,7 @@ class HardwareProfile:
         return None if measurement is None or not measurement.samples else measurement.median
 
     def rate(self, name: str, purpose: str = "the update") -> float:
-        """Return the median of the quantity. Raise ``ProfileError`` if it is waived or missing.
-
-        ``purpose`` names the prediction that needs it.
-        """
+        """Return the median of the quantity. Raise ``ProfileError`` with the ``purpose`` if it is missing."""
         value = self.get(name)
         if value is None:
             raise ProfileError(
@@ -244,8 +219,7 @@ class HardwareProfile:
     def both_directions(self) -> float:
         """Return the rate of transfers in both directions concurrently, in bytes per second.
 
-        If it is waived, return its upper bound, which is the sum of the rates alone: its probe failed, or measured an
-        implausible rate on a machine with other load. Raise ``ProfileError`` if the rate or one of the two is missing.
+        If it is waived, return its upper bound, the sum of the rates alone. Raise ``ProfileError`` if it is missing.
         """
         measurement = self.measurements.get("both_bytes_per_s")
         if measurement is None or measurement.waived is None:
@@ -263,7 +237,7 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """Return the profile that ``text`` describes. Raise ``ProfileError`` if it is not a profile of this version."""
+        """Return the profile in ``text``. Raise ``ProfileError`` if it is not a profile of this version."""
         try:
             raw = parse_json(text)
         except ValueError as error:
@@ -297,6 +271,12 @@ class HardwareProfile:
 
 def _measurement(raw: Mapping[str, Any]) -> Measurement:
     return Measurement(**{**raw, "samples": tuple(map(float, raw.get("samples", ())))})
+
+
+def _check(name: str, quantity: Quantity, values: Iterable[float]) -> None:
+    for value in values:
+        if not quantity.low <= value <= quantity.high:
+            raise _error(name, f"must be from {quantity.low:g} to {quantity.high:g} ({quantity.meaning})", value)
 
 
 def _error(key: str, rule: str, found: object) -> ProfileError:

@@ -1,4 +1,4 @@
-"""Compute the memory that a plan needs, rounded as the allocators round it, and compare it with budgets."""
+"""Compute the memory that a plan needs, rounded as the allocators round it; compare and describe it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from enum import Enum
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES, STATES
 from perf_model.units import DIGITS, GB, size
 
@@ -21,12 +22,9 @@ GPU_MARGIN_BYTES = 2 * GB
 NUM_STAGING_BUFFERS = 3
 """The number of buffers for gradients on their way to host memory: one is filled, one is copied down, one is free."""
 
-LARGEST_STAGING_BUFFER_BYTES = 64 * MIB
-"""The upper limit of a staging buffer's size. With a buffer of this size, a link reaches its full speed."""
-
-SMALLEST_STAGING_BUFFER_BYTES = 64 * 2**10
-"""The lower limit of a staging buffer's size. A smaller buffer would save no memory, because PyTorch takes blocks of up
-to 1 MiB from the device in segments of 2 MiB."""
+STAGING_BUFFER_BYTES = (64 * 2**10, 64 * MIB)
+"""The bounds of a staging buffer. A link reaches its full speed with the larger one; less than the smaller one would
+save nothing, because PyTorch takes blocks of up to 1 MiB from the device in segments of 2 MiB."""
 
 
 class MemoryKind(Enum):
@@ -57,10 +55,9 @@ class TrainingSetup:
     """The facts about a training run, besides the plan, that the memory of the optimizer depends on.
 
     ``accumulates``: gradients are accumulated over several micro-batches. ``sums_on_accelerator``: whether their sums
-    are on the accelerator also for units that the CPU updates. None if that is not decided yet: the planner assumes it
-    for all plans that update anything on the accelerator. ``params_on_host``: DeepSpeed offloads parameters from an
-    accelerator that has its own memory. ``longest_partition_numel`` is the length of the longest partition of one
-    parameter; without it, the buffers for gradients on their way to host memory are left out.
+    are on the accelerator also for units of the CPU; None if the plan decides. ``params_on_host``: DeepSpeed offloads
+    parameters from an accelerator that has its own memory. ``longest_partition_numel`` is the length of the longest
+    partition of one parameter; without it, the buffers for gradients on their way to host memory are left out.
     """
 
     widths: Widths = SIXTEEN_BIT
@@ -70,10 +67,7 @@ class TrainingSetup:
     longest_partition_numel: int | None = None
 
     def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
-        """Return whether the sums of accumulated gradients are on the accelerator also for units of the CPU.
-
-        ``updates_on_accelerator``: the plan updates anything there.
-        """
+        """Return whether sums of gradients of CPU units are on the accelerator; by default, if it updates others."""
         return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
 
 
@@ -82,17 +76,11 @@ DEFAULT_SETUP = TrainingSetup()
 
 
 def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the memory that the runtime reserves for ``plan``.
+    """Return the memory that the runtime reserves once for ``plan``, so that it counts in all phases of training.
 
-    It is reserved once, so it counts in the peaks of backward and forward as well as in that of the update. It consists
-    of one slab of page-locked memory, and of states, gradients and buffers on the accelerator.
-
-    The states are those of resident units, and of streamed units in the slots. Without accumulation, only the gradients
-    of streamed and resident units are on the accelerator. With accumulation, those of all units are, if they fit into
-    the budget (``TrainingSetup.sums_on_accelerator``); otherwise the others are accumulated in host memory.
-
-    Memory that stock takes as well is not included: parameters, those that are gathered, gradients until they are
-    reduced, and DeepSpeed's buckets.
+    It consists of one slab of page-locked memory and, on the accelerator, of the states of resident units, the slots,
+    gradients and buffers. Without accumulation, only the gradients of streamed and resident units are there. Memory
+    that stock takes as well is not included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
     """
     on_cpu, streamed, residents = (plan.lengths[placement] for placement in Placement)
     updated = streamed + residents
@@ -107,38 +95,25 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
         tensors.append((max(updated) * setup.widths.param, 1))
     return [
         Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
-        *(
-            Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=count)
-            for each_bytes, count in tensors
-        ),
+        *(Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each, count=count) for each, count in tensors),
         *staging_buffers(plan, setup),
     ]
 
 
 def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
-    """Return the length of each of the ``NUM_STAGING_BUFFERS`` through which gradients are copied to host memory.
+    """Return the length of each of the ``NUM_STAGING_BUFFERS`` through which gradients are copied, 0 if none are.
 
-    It is 0 if no gradient is copied. ``longest_partition_numel`` is the length of the longest partition of one
-    parameter.
-
-    All buffers together take ``grad_bytes * longest_partition_numel`` bytes, and at most 192 MiB. If that is less than
-    192 KiB, the buffers are 64 KiB each, or as long as the longest unit if that is less.
-
-    Stock takes that much, too: with an offloaded optimizer it keeps gradients in host memory and copies each of them
-    back to the accelerator to compute its norm. That takes ``grad_bytes`` per parameter, in addition to the fp32 copy
-    of 4 bytes per parameter whose norm it computes (``stage3.py``, ``partition_grads``). The runtime computes the same
-    norm from the reduced gradient, without the copy back.
+    All buffers together are as long as the longest partition of one parameter, within ``STAGING_BUFFER_BYTES`` each,
+    and no buffer is longer than a unit. Stock takes as much: it copies each offloaded gradient back to the accelerator
+    to compute its norm (``stage3.py``, ``partition_grads``), which the runtime computes from the reduced gradient.
     """
+    smallest, largest = (size_bytes // grad_bytes for size_bytes in STAGING_BUFFER_BYTES)
     longest_unit = max(plan.lengths[Placement.CPU], default=0)
-    share = longest_partition_numel // NUM_STAGING_BUFFERS
-    smallest, largest = (
-        size_bytes // grad_bytes for size_bytes in (SMALLEST_STAGING_BUFFER_BYTES, LARGEST_STAGING_BUFFER_BYTES)
-    )
-    return min(longest_unit, largest, max(smallest, share))
+    return min(longest_unit, largest, max(smallest, longest_partition_numel // NUM_STAGING_BUFFERS))
 
 
 def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffers that ``staging_numel`` describes, and those that persistent parameters are published through.
+    """Return the buffers of ``staging_numel``, and those that persistent parameters are published through.
 
     There are none if the accelerator shares host memory.
     """
@@ -180,35 +155,31 @@ class MemoryUse:
 
     @classmethod
     def from_reservations(cls, reservations: Iterable[Reservation]) -> MemoryUse:
-        """Return the sums of ``reservations``.
-
-        GPU memory is rounded as PyTorch's allocator rounds it; the slab is page-locked without rounding.
-        """
+        """Return the sums of ``reservations``, with GPU memory rounded as PyTorch's allocator rounds it."""
         by_kind: dict[MemoryKind, list[Reservation]] = {kind: [] for kind in MemoryKind}
         for reservation in reservations:
             by_kind[reservation.kind].append(reservation)
-        pinned_bytes = sum(pinned.count * pinned.each_bytes for pinned in by_kind[MemoryKind.PINNED])
+        pinned_bytes, pageable_bytes = (
+            sum(reservation.count * reservation.each_bytes for reservation in by_kind[kind])
+            for kind in (MemoryKind.PINNED, MemoryKind.HOST)
+        )
         return cls(
             gpu_bytes=cuda_bytes_of(by_kind[MemoryKind.ACCELERATOR]),
-            host_bytes=pinned_bytes
-            + sum(pageable.count * pageable.each_bytes for pageable in by_kind[MemoryKind.HOST]),
+            host_bytes=pinned_bytes + pageable_bytes,
             pinned_bytes=pinned_bytes,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that the optimizer of one rank may take; None is unlimited. ``host_bytes`` includes the pinned bytes."""
+    """Bytes that the optimizer of one rank may take; None is unlimited. ``host_bytes`` includes pinned bytes."""
 
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
 
     def with_gpu_margin(self, margin_bytes: int, required_bytes: int) -> Budgets:
-        """Return the budgets of a planner that leaves ``margin_bytes`` of the GPU memory free, as training does.
-
-        ``required_bytes`` is the GPU memory of the units that rules by name place there. They may use the margin.
-        """
+        """Return the budgets that leave a margin free, but not of the ``required_bytes`` that rules place there."""
         if self.gpu_bytes is None:
             return self
         return replace(self, gpu_bytes=min(self.gpu_bytes, max(0, required_bytes, self.gpu_bytes - margin_bytes)))
@@ -230,7 +201,7 @@ class DoesNotFit(ValueError):
 
 
 def excess_of(missing: dict[str, int]) -> str:
-    """Return by how much the memory of each rank exceeds the budgets ``missing``."""
+    """Return in words by how much the memory of each rank exceeds the budgets ``missing``."""
     return " and ".join(
         f"{name.removesuffix('_bytes')} memory by {size(excess, DIGITS)} per rank" for name, excess in missing.items()
     )
@@ -239,10 +210,8 @@ def excess_of(missing: dict[str, int]) -> str:
 def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
     """Return the most memory that the optimizer needs with ``plan``: see ``reserved_by_the_runtime``.
 
-    GPU memory is that of whole segments of PyTorch's allocator. What is free in the last ones, up to 22 MiB, is counted
-    although other tensors may use it. Staging buffers for gradients are not counted where stock takes as much for the
-    gradients of the longest partition (``staging_numel``), because the training run needs that memory without the
-    runtime, too.
+    GPU memory is that of whole segments of PyTorch's allocator. Staging buffers for gradients are not counted where
+    stock takes as much for the gradients of the longest partition (``staging_numel``).
     """
     reserved = reserved_by_the_runtime(plan, setup)
     if staging := staging_buffers(plan, setup):
@@ -262,10 +231,10 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
     taken_bytes = 0
     free_bytes = {2 * MIB: 0, 20 * MIB: 0}
     for tensors in reservations:
-        block_bytes = block_bytes_of(tensors.each_bytes)
-        if has_its_own_segment(tensors.each_bytes):
-            taken_bytes += tensors.count * block_bytes
-        elif block_bytes > 0:
+        if tensors.each_bytes > 10 * MIB - 512:
+            taken_bytes += tensors.count * _round_up(tensors.each_bytes, 2 * MIB)
+        elif tensors.each_bytes > 0:
+            block_bytes = _round_up(tensors.each_bytes, 512)
             segment_bytes = 2 * MIB if block_bytes <= MIB else 20 * MIB
             in_the_last = min(tensors.count, free_bytes[segment_bytes] // block_bytes)
             free_bytes[segment_bytes] -= in_the_last * block_bytes
@@ -276,20 +245,36 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
     return taken_bytes
 
 
-def block_bytes_of(size_bytes: int) -> int:
-    """Return the bytes of the blocks of a tensor: the least that the tensor takes of the accelerator's memory."""
-    return _round_up(size_bytes, 2 * MIB if has_its_own_segment(size_bytes) else 512)
-
-
-def has_its_own_segment(size_bytes: int) -> bool:
-    """Return whether the allocator takes a segment of the device's memory for a tensor of that size alone."""
-    return size_bytes > 10 * MIB - 512
-
-
-def resident_bytes_of(numel: int) -> int:
-    """Return the least bytes that p, m and v of that length take, in a slot or resident."""
-    return len(STATES) * block_bytes_of(numel * FP32_BYTES)
-
-
 def _round_up(size_bytes: int, multiple: int) -> int:
     return -(-size_bytes // multiple) * multiple
+
+
+def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
+    """Return one line per placement of the plan, with the bytes of one rank."""
+    lines = []
+    for placement in Placement:
+        numel, count, schedule = plan.numel(placement), plan.placements.count(placement), plan.schedule
+        if count == 0:
+            continue
+        line = f"{placement.value}: {_counted(count, 'unit')}, {numel:,} parameters, "
+        line += f"{size(sum(widths.on_host.values()) * numel)} of host memory"
+        if placement is Placement.STREAMED:
+            slot = size(STAGED_BYTES_PER_PARAM * schedule.slot_numel)
+            line += f", on the accelerator {_counted(schedule.num_slots, 'slot')} of {slot}"
+        elif placement is Placement.RESIDENT:
+            line += f", on the accelerator {size(STAGED_BYTES_PER_PARAM * numel)} of states"
+        lines.append(line if placement is Placement.CPU else f"{line} and {size(widths.grad * numel)} of gradients")
+    return lines
+
+
+def total_reserved(reservations: Iterable[Reservation]) -> str:
+    """Return the bytes that one rank has reserved, with those that belong to no placement, by kind of memory."""
+    taken_bytes = dict.fromkeys(MemoryKind, 0)
+    for reservation in reservations:
+        taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
+    pinned, on_accelerator = (size(taken_bytes[kind]) for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR))
+    return f"{pinned} of page-locked host memory, {on_accelerator} on the accelerator"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

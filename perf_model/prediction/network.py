@@ -12,14 +12,11 @@ from perf_model.prediction.hardware import HardwareProfile
 class Network:
     """The connections among the ranks of a job, ``ranks_per_node`` of them on each node.
 
-    All rates are bytes per second and rank, while all ranks communicate. ``all_gather_bytes_per_s`` and
-    ``reduce_scatter_bytes_per_s`` are those among the ranks of one node. ``inter_node_bytes_per_s`` is the share of a
-    rank in the connections of its node to other nodes, in each direction. A rate that is not known is infinite: what it
-    would limit takes no time.
+    All rates are bytes per second and rank, while all ranks communicate: inside a node by collective, and across nodes
+    the share of a rank in the connections of its node. A rate that is not known is infinite.
 
-    A collective is a ring through all ranks, or one ring for each connection of a node (NCCL). Each rank passes on
-    (d - 1) / d of the whole if d ranks take part (arXiv 1909.09756; nccl-tests calls this the bus bandwidth). Copies
-    inside a node and across nodes overlap, so the slower of them determines the time.
+    A collective is a ring through all ranks (NCCL), in which each rank passes on (d - 1) / d of the whole if d ranks
+    take part (arXiv 1909.09756). Copies inside a node and across nodes overlap, so the slower of them counts.
     """
 
     ranks_per_node: int
@@ -29,16 +26,12 @@ class Network:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, ranks_per_node: int) -> Network:
-        """Return the network with the rates of ``profile``; rates that it lacks are infinite."""
-        return cls(
-            ranks_per_node=ranks_per_node,
-            all_gather_bytes_per_s=profile.get("all_gather_bytes_per_s") or math.inf,
-            reduce_scatter_bytes_per_s=profile.get("reduce_scatter_bytes_per_s") or math.inf,
-            inter_node_bytes_per_s=profile.get("inter_node_bytes_per_s") or math.inf,
-        )
+        """Return the network with the rates of ``profile``."""
+        names = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s", "inter_node_bytes_per_s")
+        return cls(ranks_per_node=ranks_per_node, **{name: profile.get(name) or math.inf for name in names})
 
     def all_gather_s(self, whole_bytes: float, ranks: int) -> float:
-        """Return the seconds in which each of ``ranks`` ranks gathers ``whole_bytes``, of which it has one part."""
+        """Return the seconds in which each of ``ranks`` ranks gathers ``whole_bytes``, of which it holds one part."""
         return self._ring_s(whole_bytes, ranks, self.all_gather_bytes_per_s)
 
     def reduce_scatter_s(self, whole_bytes: float, ranks: int) -> float:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from perf_model.prediction.cost import CostModel, relative_speeds
+from perf_model.prediction.cost import CostModel
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.schedule import PUBLISHING
 from perf_model.schedule.workload import Unit, Workload
 
 ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
-"""The only kind of action that may start before the norm of the gradients is known: it reads nothing but the states,
-which the previous step wrote."""
+"""The kind of action that may start before the norm is known: it reads the states of the previous step alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows that overlap with the update.
+    """The seconds of the backward before the update and of the forward after it, which the update does not slow down.
 
-    ``backward_s`` is the backward that ends before the update, and ``forward_s`` is the next forward. States may be
-    prefetched in the tail of backward. After forward, a slot may be flushed until the next backward prefetches into it.
-    ``first_use`` names each unit once, in the order in which forward first uses them; None is the order of the indices.
-    The later forward needs the parameters of a unit, the longer its update can be hidden: forward uses equally many
-    elements in equal times, and ``Unit.forward_numel`` of them before it needs the next unit. Both windows are 0 if the
-    update has to finish before ``step()`` returns. The update is assumed to slow down neither backward nor forward.
-    With several micro-batches per step, the flushes have more time than is assumed here: one backward.
+    States may be prefetched in the tail of backward. After forward, a slot may be flushed until the next backward
+    prefetches into it. ``first_use`` names each unit once, in the order in which forward first uses them; it defaults
+    to the order of the indices. Forward uses equally many elements in equal times, and ``Unit.forward_numel`` of them
+    before it needs the next unit. Both windows are 0 if the update has to finish before ``step()`` returns.
     """
 
     backward_s: float = 0.0
@@ -40,13 +35,11 @@ class Windows:
         return tuple(workload.units[index] for index in self.first_use)
 
     def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
-        """Return the exposed seconds of the update: those by which the iteration grows.
+        """Return the seconds of the update by which the iteration grows; ``phases`` gives the same moment by moment.
 
-        Second 0 is the moment at which the step is decided. Forward blocks until the parameters that it needs next are
-        updated, and everything after that is delayed as much. Only flushes may be left when forward ends, and the next
-        backward overlaps with them. It prefetches into a slot as soon as that is flushed, at the speeds of ``cost``
-        beside flushes; prefetches that are late by then expose as much of the next update. ``phases`` gives the same
-        result moment by moment.
+        Forward blocks until the parameters that it needs next are updated. Only flushes may be left when it ends, and
+        the next backward overlaps with them. It prefetches into a slot as soon as that is flushed, and prefetches that
+        are late by then expose as much of the next update.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
@@ -60,14 +53,13 @@ class Windows:
     def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
         """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked.
 
-        The prefetches and the flushes that forward leaves share the link in ``backward_s``. They slow each other down
-        while they overlap, until one or the other ends first.
+        Both share the link in ``backward_s``, and slow each other down until one or the other ends first.
         """
         forward_end_s = self.forward_s + blocked_s
         # The seconds of copies that run alone.
         filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
         flushed_s = max(0.0, timeline.end_s - forward_end_s)
-        prefetch, flush = _speeds_beside(cost)
+        prefetch, flush = cost.speeds_of_copies
         late_s = [
             0.0,
             filled_s + flushed_s * ((1.0 - prefetch) / flush) - self.backward_s,
@@ -78,10 +70,7 @@ class Windows:
         return max(late_s)
 
     def phases(self, timeline: Timeline, workload: Workload, cost: CostModel) -> tuple[PhaseSpan, ...]:
-        """Return the phases of the model during the update: backward, forward, and the waits for the update.
-
-        If flushes are left when forward ends, the next backward follows, until it would wait for them to prefetch.
-        """
+        """Return the phases of the model during the update, up to the wait of the next backward for flushes."""
         ready_s, numel = _ready_s(timeline), workload.forward_numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
         for unit in self.in_order_of_use(workload):
@@ -91,8 +80,7 @@ class Windows:
         late_s = timeline.end_s - now_s
         if self.forward_s > 0.0:
             late_s = self._late_prefetches_s(timeline, now_s - self.forward_s, cost)
-        ends_s += [(Phase.BACKWARD, timeline.end_s - late_s)]
-        ends_s += [(Phase.EXPOSED, timeline.end_s)]
+        ends_s += [(Phase.BACKWARD, timeline.end_s - late_s), (Phase.EXPOSED, timeline.end_s)]
         spans: list[PhaseSpan] = []
         before_s = -self.backward_s
         for phase, end_s in ends_s:
@@ -110,10 +98,7 @@ def _ready_s(timeline: Timeline) -> dict[int, float]:
 
 
 def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
-    """Return, for each slot, when its first prefetch starts and when the last flush of the update before ends.
-
-    The first slot to be filled is the first one that was emptied; see ``slots_between_updates``.
-    """
+    """Return when slots are first filled, and when the last flushes of the update before empty them, in order."""
     starts_s: dict[int | None, float] = {}
     ends_s: dict[int | None, float] = {}
     for span in timeline.spans:
@@ -123,13 +108,3 @@ def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
         elif span.action.kind is ActionKind.FLUSH_STATES:
             ends_s[slot] = max(span.end_s, ends_s.get(slot, span.end_s))
     return list(zip(sorted(starts_s.values()), sorted(ends_s.values()), strict=True))
-
-
-@lru_cache(maxsize=16)
-def _speeds_beside(cost: CostModel) -> tuple[float, float]:
-    """Return the speeds of a prefetch and of a flush that overlap, relative to running alone."""
-    if not {ActionKind.PREFETCH, ActionKind.FLUSH_STATES} <= cost.per_param.keys():
-        return 1.0, 1.0
-    loads = [cost.load(kind, 1) for kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES)]
-    prefetch, flush = relative_speeds(loads, cost.capacities)
-    return prefetch, flush

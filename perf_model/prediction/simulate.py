@@ -1,11 +1,8 @@
 """Simulate a schedule event by event: the actions that the executor runs, with the costs of a ``CostModel``.
 
-The rules are those of the executor. A lane runs its actions one at a time, in issue order. An action starts when its
-waits are over. Speeds are recomputed whenever an action starts or ends. The host issues all actions ahead of time.
-
-An action is *waiting* until the earlier actions of its lane have ended and its waits are over. Then it is *running*,
-and finally it has *ended*. (SimPy calls the corresponding states of an event *not triggered*, *triggered* and
-*processed*.)
+As in the executor, the host issues all actions ahead of time. An action is *waiting* until the earlier actions of its
+lane have ended and its waits are over. Then it is *running*, at a speed that is recomputed whenever an action starts or
+ends, and finally it has *ended*.
 
 Second 0 is the moment at which the step is decided. Everything may start from then on; with a window in backward,
 prefetches start earlier, in the tail of backward, by no more than the time that it takes to fill the slots.
@@ -13,10 +10,11 @@ prefetches start earlier, in the tail of backward, by no more than the time that
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 
-from perf_model.prediction.cost import CostModel, Load, relative_speeds
+from perf_model.prediction.cost import CostModel, relative_speeds
 from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
 from perf_model.prediction.timeline import Span, Timeline
 from perf_model.schedule.action import ActionKind, Lane
@@ -48,19 +46,14 @@ class Simulator:
         return _Simulation(schedule, workload, self).run()
 
 
+@dataclass(slots=True)
 class _Running:
-    """An action that has started.
+    """An action that moves nothing until ``moves_at_s``, and then for ``alone_s`` at the speed of running alone."""
 
-    It moves nothing until ``moves_at_s``, and then has ``alone_s`` seconds left at the speed of running alone.
-    """
-
-    __slots__ = ("alone_s", "kind", "moves_at_s", "position")
-
-    def __init__(self, position: int, kind: ActionKind, load: Load, now_s: float) -> None:
-        self.position = position
-        self.kind = kind
-        self.moves_at_s = now_s + load.latency_s
-        self.alone_s = load.alone_s
+    position: int
+    kind: ActionKind
+    moves_at_s: float
+    alone_s: float
 
 
 class _Simulation:
@@ -98,10 +91,7 @@ class _Simulation:
         return Timeline(tuple(map(Span, self._actions, self._started_s, self._ended_s)))
 
     def _fill_s(self) -> float:
-        """Return the seconds of the prefetches that wait for no flush and so fill the slots.
-
-        They run one after another, and nothing runs concurrently with them.
-        """
+        """Return the seconds of the prefetches that wait for no flush, which run one after another."""
         on_lane = (action for action in self._actions if action.lane is ALLOWED_IN_BACKWARD.lane)
         filling = takewhile(lambda action: action.kind is ALLOWED_IN_BACKWARD and not action.waits, on_lane)
         return sum(self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.unit]).total_s for action in filling)
@@ -113,7 +103,7 @@ class _Simulation:
                 position = waiting.pop()
                 action = self._actions[position]
                 load = self._simulator.load(action.kind, self._numels[action.unit])
-                self._running[lane] = _Running(position, action.kind, load, self._now_s)
+                self._running[lane] = _Running(position, action.kind, self._now_s + load.latency_s, load.alone_s)
                 self._started_s[position] = self._now_s
 
     def _may_start(self, position: int) -> bool:

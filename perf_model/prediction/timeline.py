@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +14,7 @@ from perf_model.schedule.action import Action, ActionKind, Lane
 
 @dataclass(frozen=True)
 class Span:
-    """The time of one action, in seconds since the step was decided; negative if it was prefetched during backward."""
+    """The time of one action, in seconds since the step was decided; negative in backward."""
 
     action: Action
     start_s: float
@@ -80,16 +79,13 @@ class Timeline:
 
     def seconds_by_kind(self) -> dict[ActionKind, float]:
         """Return the summed seconds of the actions of each kind."""
-        busy_s: dict[ActionKind, float] = defaultdict(float)
+        busy_s = dict.fromkeys(ActionKind, 0.0)
         for span in self.spans:
             busy_s[span.action.kind] += span.end_s - span.start_s
         return busy_s
 
     def chrome_trace(self, phases: Sequence[PhaseSpan] = ()) -> dict[str, object]:
-        """Return the Trace Event Format that Perfetto and chrome://tracing open.
-
-        It has one thread per lane and, if there are ``phases``, one for the model.
-        """
+        """Return the Trace Event Format of Perfetto, with one thread per lane and one for the model's ``phases``."""
         threads = [*([MODEL] if phases else []), *(lane.value for lane in Lane)]
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": thread}}
@@ -97,17 +93,8 @@ class Timeline:
         ]
 
         def add(thread: str, name: str, span: Span | PhaseSpan, **args: object) -> None:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": threads.index(thread),
-                    "name": name,
-                    "ts": span.start_s * 1e6,
-                    "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": args,
-                }
-            )
+            times = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
+            events.append({"ph": "X", "pid": 0, "tid": threads.index(thread), "name": name, **times, "args": args})
 
         for phase_span in phases:
             add(MODEL, phase_span.phase.value, phase_span)
@@ -117,16 +104,13 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def write_chrome_trace(self, path: Path, phases: Sequence[PhaseSpan] = ()) -> None:
-        """Write ``chrome_trace`` to ``path`` as JSON, and create its folder. Raise ``OSError`` if that fails."""
+        """Write ``chrome_trace`` to ``path``, and create its folder. Raise ``OSError`` if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.chrome_trace(phases)))
 
     @classmethod
     def from_chrome_trace(cls, trace: Any) -> tuple[Timeline, tuple[PhaseSpan, ...]]:
-        """Return the timeline and the phases of ``trace``; the inverse of ``chrome_trace``.
-
-        Raise ``ValueError`` if ``trace`` is not such a trace.
-        """
+        """Return the timeline and the phases of a ``chrome_trace``. Raise ``ValueError`` if ``trace`` is none."""
         spans: list[Span] = []
         phases: list[PhaseSpan] = []
         try:

@@ -24,9 +24,8 @@ def work_bound(
 ) -> Bound:
     """Return the least busy time of the busiest resource over all plans that fit in ``gpu_bytes`` (None: unlimited).
 
-    It depends on the shares of the placements alone. A streamed parameter uses at least as much of each resource as a
-    resident one, so as many are resident as fit next to the gradients. One number is left, the share that the
-    accelerator updates, in which the time of the busiest resource is convex.
+    A streamed parameter uses at least as much of each resource as a resident one, so as many are resident as fit next
+    to the gradients. The time is convex in the share that the accelerator updates.
     """
     numel, each_bytes = workload.numel, STAGED_BYTES_PER_PARAM
     busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}

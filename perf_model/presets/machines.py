@@ -1,8 +1,4 @@
-"""Read ``machines.csv``, the hardware profiles of known machines, from specifications and published runs.
-
-They are not measurements of the user's machine. Rates are per rank while all ranks of the node run: the rate of a
-shared resource is divided by the number of ranks.
-"""
+"""Read ``machines.csv``: machines as in specifications and published runs, not measured on the user's machine."""
 
 from __future__ import annotations
 
@@ -10,33 +6,29 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from perf_model.prediction.cost import GPU_STEP_BYTES, BytesPerParam, stock_traffic_by_action, traffic_by_action
+from perf_model.prediction.cost import GPU_STEP_BYTES, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
 from perf_model.training_run.micro_batch import TRAINING_SHARE, MatrixRate
 from perf_model.training_run.training_memory import PARAM_BYTES
-from perf_model.units import GB
 
 TABLE = Path(__file__).with_name("machines.csv")
-"""One line per node. All rates are per second; GB are 10^9 bytes.
+"""One line per node, with the fields of ``MachinePreset``.
 
-``gpu_memory_mib`` is the GPU memory as the driver reports it (``nvidia-smi`` or ``rocm-smi``), which differs from the
-number in the name. ``matmul_tflops`` is the rate that a GPU reaches in training with large micro-batches: fitted to
-published runs (0.49 of the peak on H100, 0.61 on A100), or half of the peak. ``link_gb_per_s`` is the specified rate
-per GPU and direction, and ``joint`` the rate of both directions together as a multiple of it. ``pageable_gb_per_s`` is
-the most that pageable copies reach on a fast link. ``host_gb_per_s`` is the rate that all ranks of the node reach
-together. ``peer_link_gb_per_s`` is the specified rate at which a GPU receives from the others of the node, empty if it
-is connected to them by the links to the host alone. ``network_gb_per_s`` is its share of the rate at which the node
-receives from other nodes. ``other_sources`` is empty if nothing but the specification is known.
+``gpu_memory_bytes`` is the memory that the driver reports. ``matmul_flops`` is the rate in training with large
+micro-batches: fitted to published runs (0.49 of the peak on H100, 0.61 on A100), or half of the peak. Links are as
+specified per GPU and direction, ``joint`` is the rate of both directions as a multiple of one, and pageable copies
+reach at most ``pageable_bytes_per_s``. ``peer_link_bytes_per_s`` is empty if GPUs are connected by the links to the
+host alone. ``network_bytes_per_s`` is a GPU's share of the rate between nodes.
 """
 
 REACHED_SHARE = 0.8
 """The share of a specified memory or link bandwidth that copies and Adam are assumed to reach."""
 
 HALF_ELEMENTS = 6.6e6
-"""The elements of an activation with which forward reaches half of its limit: fitted to the published runs on 4xH100
-with 1 to 4 sequences of 2,048 tokens, and assumed for every GPU."""
+"""The elements with which forward reaches half of its limit: fitted to published runs on 4xH100."""
 
 CORE_PARAMS_PER_S = 0.2e9
 """The rate of Adam per core that is assumed for every CPU."""
@@ -49,7 +41,7 @@ _ASSUMED = (
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePreset:
-    """A line of ``TABLE``, in bytes and FLOP. The ranks of a node share ``host_bytes_per_s`` and ``cores``."""
+    """A line of ``TABLE``. All ranks of the node share ``host_bytes_per_s`` and ``cores``."""
 
     name: str
     gpu: str
@@ -70,25 +62,15 @@ class MachinePreset:
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> MachinePreset:
         """Return the preset of a line of ``TABLE``."""
-        peers = row["peer_link_gb_per_s"]
-        return cls(
-            name=row["name"],
-            gpu=row["gpu"],
-            gpu_memory_bytes=int(row["gpu_memory_mib"]) * 2**20,
-            gpu_memory_bytes_per_s=float(row["gpu_memory_gb_per_s"]) * GB,
-            peak_flops=float(row["peak_tflops"]) * 1e12,
-            matmul_flops=float(row["matmul_tflops"]) * 1e12,
-            link_bytes_per_s=float(row["link_gb_per_s"]) * GB,
-            joint=float(row["joint"]),
-            pageable_bytes_per_s=float(row["pageable_gb_per_s"]) * GB,
-            cores=int(row["cores"]),
-            host_bytes_per_s=float(row["host_gb_per_s"]) * GB,
-            host_memory_bytes=int(row["host_memory_bytes"]),
-            peer_link_bytes_per_s=float(peers) * GB if peers else None,
-            network_bytes_per_s=float(row["network_gb_per_s"]) * GB,
-            source=f"{row['specified_by']}, {REACHED_SHARE:.0%} of which are assumed to be reached; "
-            f"{row['other_sources'] or _ASSUMED}",
-        )
+        texts = {name: row[name] for name in ("name", "gpu", "specified_by", "other_sources")}
+        figures: dict[str, Any] = {
+            name: int(text) if text.isdigit() else float(text) if text else None
+            for name, text in row.items()
+            if name not in texts
+        }
+        reached = f"{texts['specified_by']}, {REACHED_SHARE:.0%} of which are assumed to be reached"
+        source = f"{reached}; {texts['other_sources'] or _ASSUMED}"
+        return cls(name=texts["name"], gpu=texts["gpu"], source=source, **figures)
 
     @property
     def peer_bytes_per_s(self) -> float:
@@ -100,23 +82,23 @@ class MachinePreset:
     def profile(self, ranks: int) -> HardwareProfile:
         """Return the profile of one rank while ``ranks`` ranks, one per GPU, run on the node."""
         link_bytes_per_s = REACHED_SHARE * self.link_bytes_per_s
-        pageable_bytes_per_s = min(self.pageable_bytes_per_s, link_bytes_per_s)
         host_bytes_per_s = self.host_bytes_per_s / ranks
         # Training reaches ``matmul_flops`` with the rates of single products.
         matrix = MatrixRate(limit_flops_per_s=self.matmul_flops / TRAINING_SHARE, half_elements=HALF_ELEMENTS)
 
-        def cpu_adam(traffic: Mapping[ActionKind, BytesPerParam]) -> float:
-            """Return the rate of CPU Adam, which is limited by host memory or by the cores."""
-            return min(host_bytes_per_s / traffic[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)
-
+        # CPU Adam is limited by host memory or by the cores.
+        cpu_adam, stock_cpu_adam = (
+            min(host_bytes_per_s / moved[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)
+            for moved in (traffic_by_action(PARAM_BYTES), stock_traffic_by_action(PARAM_BYTES))
+        )
         rates = {
             "h2d_bytes_per_s": link_bytes_per_s,
             "d2h_bytes_per_s": link_bytes_per_s,
             "both_bytes_per_s": self.joint * link_bytes_per_s,
-            "pageable_h2d_bytes_per_s": pageable_bytes_per_s,
+            "pageable_h2d_bytes_per_s": min(self.pageable_bytes_per_s, link_bytes_per_s),
             "copy_latency_s": 1e-5,
-            "cpu_adam_params_per_s": cpu_adam(traffic_by_action(PARAM_BYTES)),
-            "stock_cpu_adam_params_per_s": cpu_adam(stock_traffic_by_action(PARAM_BYTES)),
+            "cpu_adam_params_per_s": cpu_adam,
+            "stock_cpu_adam_params_per_s": stock_cpu_adam,
             "dram_update_bytes_per_s": host_bytes_per_s,
             "dram_copy_bytes_per_s": host_bytes_per_s,
             "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_STEP_BYTES,

@@ -8,10 +8,7 @@ from functools import cached_property
 
 
 class Lane(Enum):
-    """A queue that executes its actions in the order in which they were issued. Lanes run concurrently.
-
-    There are two lanes for copies to the accelerator, so that the small publications do not wait behind prefetches.
-    """
+    """A queue of actions. Publications have a lane of their own, so that they do not wait behind prefetches."""
 
     H2D = "h2d"
     COMPUTE = "compute"
@@ -19,48 +16,41 @@ class Lane(Enum):
     CPU = "cpu"
     PUBLISH = "publish"
 
-    # Enum computes hashes in Python, from names. The search for a plan looks lanes up millions of times.
+    # Enum computes hashes in Python, from names, and the planner looks lanes up millions of times.
     __hash__ = object.__hash__
 
 
 class ActionKind(Enum):
-    """The kinds of actions, each of which has a lane."""
+    """A kind of action, which determines its lane."""
 
-    PREFETCH = "PREFETCH"
+    lane: Lane
+
+    PREFETCH = "PREFETCH", Lane.H2D
     """Copy of fp32 p, m and v to a staging slot. The gradient is already on the accelerator."""
-    GPU_STEP = "GPU_STEP"
-    """Unscaling, clipping and Adam on the states in a slot, or on those of a resident unit. Writes the 16-bit
-    parameters in place."""
-    FLUSH_STATES = "FLUSH_STATES"
+    GPU_STEP = "GPU_STEP", Lane.COMPUTE
+    """Unscaling, clipping and Adam on the states in a slot or of a resident unit; writes the 16-bit parameters."""
+    FLUSH_STATES = "FLUSH_STATES", Lane.D2H
     """Copy of p, m and v from the slot back to host memory."""
-    CPU_STEP = "CPU_STEP"
+    CPU_STEP = "CPU_STEP", Lane.CPU
     """Unscaling, clipping, Adam and rounding to 16 bit, in host memory."""
-    PUBLISH = "PUBLISH"
+    PUBLISH = "PUBLISH", Lane.PUBLISH
     """Copy of the 16-bit parameters of a CPU unit to the accelerator."""
 
     __hash__ = object.__hash__
 
-    @property
-    def lane(self) -> Lane:
-        """Return the lane that runs actions of this kind."""
-        return _LANES[self]
-
-
-_LANES = {
-    ActionKind.PREFETCH: Lane.H2D,
-    ActionKind.GPU_STEP: Lane.COMPUTE,
-    ActionKind.FLUSH_STATES: Lane.D2H,
-    ActionKind.CPU_STEP: Lane.CPU,
-    ActionKind.PUBLISH: Lane.PUBLISH,
-}
+    def __new__(cls, name: str, lane: Lane) -> ActionKind:
+        """Return the kind of that value, with the lane that runs its actions."""
+        kind = object.__new__(cls)
+        kind._value_, kind.lane = name, lane
+        return kind
 
 
 @dataclass(frozen=True)
 class Action:
     """One step of the update of one unit.
 
-    ``slot`` is the staging slot that the action reads or writes (streamed units only). ``waits`` names the actions
-    of *other* lanes that must have finished before this one starts. Earlier actions of the same lane need no wait.
+    ``slot`` is the staging slot of a streamed unit. ``waits`` names the actions of *other* lanes that must have
+    finished before this one starts. Earlier actions of the same lane need no wait.
     """
 
     kind: ActionKind
@@ -76,7 +66,7 @@ class Action:
     @property
     def lane(self) -> Lane:
         """Return the lane that runs this action."""
-        return _LANES[self.kind]
+        return self.kind.lane
 
     def __str__(self) -> str:
         slot = "" if self.slot is None else f" slot {self.slot}"

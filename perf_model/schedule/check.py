@@ -26,8 +26,6 @@ class ScheduleError(ValueError):
 def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     """Return the placements that ``schedule`` executes. Raise ``ScheduleError`` at its first fault.
 
-    These rules are checked:
-
     - Every unit has exactly the actions of one placement, each once and in order.
     - Waits name actions of other lanes that were issued before, so that nothing deadlocks.
     - Every action starts after the data that it reads was written.
@@ -44,8 +42,8 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
 def check_next_update(schedule: Schedule, carried: Mapping[str, str]) -> None:
     """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes.
 
-    ``carried`` has, by the name of a prefetch, the flush of the update before that the prefetch waits for. The next
-    update has the same schedule, and its slots are shifted by ``slot_shift``.
+    ``carried`` maps a prefetch to the flush of the update before that it waits for. The next update has the same
+    schedule, and its slots are shifted by ``slot_shift``.
     """
     by_name = {action.name: action for action in schedule.actions}
     clocks = Clocks()

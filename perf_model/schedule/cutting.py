@@ -1,12 +1,11 @@
 """Cut sub-groups into units: along layers where possible, and else into pieces of equal length.
 
-A unit never spans two sub-groups, because DeepSpeed keeps, checkpoints and reduces the states of a sub-group as one
-tensor. For example, with units of at most 500 parameters (e: embedding of 700; layers 0 to 3 of 200 each)::
+For example, with units of at most 500 parameters (e: embedding of 700; layers 0 to 3 of 200 each)::
 
     sub-group 0  [eeeeeee|00|11|22|33]    units  [eeee] [eee] [00 11] [22 33]
 
-Persistent parameters, such as norms between the layers' matrices, are left out, so that a unit may have several ranges.
-They are the first unit, which alone spans sub-groups.
+Persistent parameters, such as norms between matrices, are left out, so that a unit may have several ranges. They are
+the first unit, which alone spans sub-groups: DeepSpeed keeps and checkpoints the states of a sub-group as one tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
 
@@ -22,8 +20,8 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Partition, Range, Unit, Workload
 
 BORDER_MULTIPLE = 16
-"""Units begin at multiples of this many elements: fp32 states then begin at cache lines, and all tensors of a unit are
-aligned for the wide loads of the GPU kernel. If a layer ends elsewhere, a unit includes a few elements of the next."""
+"""Units start at multiples of this many elements: at cache lines of fp32 states, and aligned for the wide loads of the
+GPU kernel. If a layer ends elsewhere, a unit includes a few elements of the next."""
 
 PIECE_MULTIPLE = 256
 """Cuts inside a layer are at multiples of this many elements after the first one."""
@@ -39,11 +37,7 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 @lru_cache(maxsize=2**16)
 def layer_of(name: str) -> str:
-    """Return the layer of the parameter ``name``: its module path up to the first number.
-
-    If there is no number, return the path of its module. For example, ``model.layers.3.mlp.up_proj.weight`` belongs to
-    ``model.layers.3``, and ``lm_head.weight`` to ``lm_head``.
-    """
+    """Return the path up to the first number, as in ``model.layers.3``, or else that of the module."""
     match = _LAYER.match(name)
     return name.rpartition(".")[0] or name if match is None else match[1]
 
@@ -55,12 +49,10 @@ def cut_into_units(
 ) -> Workload:
     """Return the units of ``sub_groups``, each of at most ``unit_size`` parameters rounded up to ``PIECE_MULTIPLE``.
 
-    Consecutive whole layers share a unit while they fit. A layer that is longer than ``unit_size`` is cut into pieces
-    of equal length. Where the border of a sub-group cuts a layer, each part is a unit of its own, unless it is a
-    ``SLIVER`` or ``unit_size`` is ``WHOLE_SUB_GROUPS``.
-
-    ``placement_of`` maps the name of a parameter to the placement that a rule gives it, or to None. A unit ends where
-    that changes, and it is the placement to which the unit is fixed. Persistent parameters are on the CPU in any case.
+    Consecutive whole layers share a unit while they fit, and a longer layer is cut into pieces of equal length. Where
+    the border of a sub-group cuts a layer, each part is a unit of its own, unless it is a ``SLIVER`` or ``unit_size``
+    is ``WHOLE_SUB_GROUPS``. ``placement_of`` maps the name of a parameter to the placement that a rule gives it, or to
+    None. A unit is fixed to it, and ends where it changes. Persistent parameters are on the CPU in any case.
     """
     units: list[Unit] = []
     persistent = tuple(chain.from_iterable(_ranges(*group, True) for group in enumerate(sub_groups)))
@@ -76,7 +68,7 @@ def cut_into_units(
         others = (partition for partition in partitions if not partition.is_persistent)
         for fixed, together in groupby(others, key=lambda partition: placement_of(partition.name)):
             for run in _runs(together, unit_size, {} if unit_size >= WHOLE_SUB_GROUPS else whole):
-                for numel, label in _pieces(run, unit_size):
+                for numel, label in _pieces(*run, unit_size):
                     end += numel
                     border = min(-(-end // BORDER_MULTIPLE) * BORDER_MULTIPLE, total)
                     if border > begin:
@@ -85,16 +77,8 @@ def cut_into_units(
     return Workload(tuple(units))
 
 
-def names_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[str]:
-    """Yield the names of the parameters that are in ``unit``, wholly or in part.
-
-    The last one may have less than ``BORDER_MULTIPLE`` elements in the unit.
-    """
-    return (partition.name for partition, _ in partitions_in(unit, sub_groups))
-
-
 def partitions_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[tuple[Partition, int]]:
-    """Yield the partitions that are in ``unit``, wholly or in part, and how many elements of each precede the unit."""
+    """Yield the partitions that are in ``unit``, also in part, and how many elements of each precede the unit."""
     for run in unit.ranges:
         begin = 0
         for partition in sub_groups[run.sub_group]:
@@ -104,7 +88,7 @@ def partitions_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iter
 
 
 def _ranges(sub_group: int, partitions: Sequence[Partition], is_persistent: bool) -> list[Range]:
-    """Return the longest runs of elements of parameters that are persistent, or of those that are not."""
+    """Return the longest runs of parameters that are persistent, or of the others."""
     ranges: list[Range] = []
     begin = 0
     for found, together in groupby(partitions, key=lambda partition: partition.is_persistent):
@@ -124,44 +108,30 @@ def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
             yield Range(run.sub_group, run.begin + first - before, last - first)
 
 
-@dataclass
-class _Run:
-    """Consecutive layers of one sub-group. ``alone``: it is a part of one layer, which no other layer may join."""
+def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, int]) -> list[tuple[int, str]]:
+    """Return the lengths and labels of the longest runs of layers up to ``unit_size``.
 
-    layers: list[str]
-    numel: int
-    alone: bool
-
-    @property
-    def label(self) -> str:
-        """Return the name of the layer, or of the first and the last one."""
-        return self.layers[0] if len(self.layers) == 1 else f"{self.layers[0]} to {self.layers[-1]}"
-
-
-def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, int]) -> Iterator[_Run]:
-    """Yield the longest runs of layers up to ``unit_size``; a longer layer or a part of a layer is a run of its own.
-
-    ``whole`` are the lengths of the layers over all sub-groups; a layer that is not in it counts as whole.
+    A longer layer or a part of a layer is a run of its own. ``whole`` are the lengths of the layers over all
+    sub-groups; a layer that is not in it counts as whole.
     """
-    run: _Run | None = None
+    runs: list[tuple[int, str]] = []
+    may_join = False
     for layer, of_layer in groupby(partitions, key=lambda partition: layer_of(partition.name)):
         numel = sum(partition.numel for partition in of_layer)
-        alone = SLIVER < numel / whole.get(layer, numel) < 1 - SLIVER
-        if run is not None and not alone and not run.alone and run.numel + numel <= unit_size:
-            run.layers.append(layer)
-            run.numel += numel
-            continue
-        if run is not None:
-            yield run
-        run = _Run([layer], numel, alone)
-    if run is not None:
-        yield run
+        is_part = SLIVER < numel / whole.get(layer, numel) < 1 - SLIVER
+        if may_join and not is_part and runs[-1][0] + numel <= unit_size:
+            before, label = runs.pop()
+            runs.append((before + numel, f"{label.partition(' to ')[0]} to {layer}"))
+        else:
+            runs.append((numel, layer))
+        may_join = not is_part
+    return runs
 
 
-def _pieces(run: _Run, unit_size: int) -> Iterator[tuple[int, str]]:
-    """Yield the length and the label of each unit of ``run``."""
-    count = -(-run.numel // unit_size)
-    each = -(-run.numel // (count * PIECE_MULTIPLE)) * PIECE_MULTIPLE
-    numels = [min(each, run.numel - begin) for begin in range(0, run.numel, each)]
-    for number, numel in enumerate(numels, start=1):
-        yield numel, run.label if len(numels) == 1 else f"{run.label} ({number}/{len(numels)})"
+def _pieces(numel: int, label: str, unit_size: int) -> Iterator[tuple[int, str]]:
+    """Yield the length and the label of each unit of a run."""
+    count = -(-numel // unit_size)
+    each = -(-numel // (count * PIECE_MULTIPLE)) * PIECE_MULTIPLE
+    numels = [min(each, numel - begin) for begin in range(0, numel, each)]
+    for number, of_piece in enumerate(numels, start=1):
+        yield of_piece, label if len(numels) == 1 else f"{label} ({number}/{len(numels)})"

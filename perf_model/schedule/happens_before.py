@@ -1,9 +1,8 @@
 """Relate the actions of a schedule by happens-before: the order that is required, and the order that is guaranteed.
 
-``CHAINS`` and ``dependencies`` give the required order: the actions that must have finished before an action starts,
-because it reads or overwrites the memory that they write or read. ``Clocks`` gives the guaranteed order, by vector
-clocks with one counter per lane. ``lowering`` adds waits until the guaranteed order includes the required one, and
-``check`` verifies that it does.
+``CHAINS`` and ``dependencies`` give the required order: an action reads or overwrites memory after others. ``Clocks``
+gives the guaranteed order, by vector clocks with one counter per lane. ``lowering`` adds waits until the guaranteed
+order includes the required one, and ``check`` verifies that it does.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
     """Return, by action name, the actions that must have finished before the action starts.
 
-    These are the predecessor in the chain of the unit and, for a PREFETCH, the FLUSH_STATES of the previous
-    occupant of the slot, which still reads the memory that the prefetch overwrites. ``actions`` must be well-formed:
-    every unit has the actions of one chain, in order.
+    These are the predecessor in the chain of the unit and, for a PREFETCH, the FLUSH_STATES of the previous occupant
+    of the slot, which reads the memory. Each unit must have the actions of one chain, in order.
     """
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
@@ -50,11 +48,7 @@ _INDEX = {lane: index for index, lane in enumerate(Lane)}
 
 
 class Clocks:
-    """The vector clocks of actions that are issued one by one.
-
-    Two rules order actions, and both are the rules of streams and events: a lane runs its actions in issue order, and
-    an action starts after every action that it waits for.
-    """
+    """The vector clocks of actions that are issued one by one, by the rules of streams and events."""
 
     def __init__(self) -> None:
         self._finished: dict[str, Clock] = {}
@@ -68,10 +62,7 @@ class Clocks:
         self._lane_clock[action.lane] = clock
 
     def start_clock(self, action: Action, waits: Iterable[str] = ()) -> Clock:
-        """Return the clock at which ``action``, issued now with these waits, would start.
-
-        Waits must name actions that were issued before: waiting for an event that is not yet recorded has no effect.
-        """
+        """Return the clock at which ``action``, issued now with waits for issued actions, would start."""
         clock = self._lane_clock[action.lane]
         for name in waits:
             clock = tuple(map(max, clock, self._finished[name]))

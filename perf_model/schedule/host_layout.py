@@ -1,10 +1,8 @@
 """Lay out one rank's page-locked slab: sub-group by sub-group, with one part for each tensor in host memory.
 
-The layout does not depend on the plan. Every unit has a place for its states, its gradient and its rounded parameters,
-wherever it is updated, so that a later plan can move it.
-
-One allocation is registered with the driver once. PyTorch's caching allocator of pinned memory would round each tensor
-up to a power of two (``ATen/core/CachingHostAllocator.h``).
+The layout does not depend on the plan: every unit has a place for its states, gradient and rounded parameters, so that
+a later plan can move it. It is one allocation, because PyTorch's allocator of pinned memory would round each tensor up
+to a power of two (``ATen/core/CachingHostAllocator.h``).
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes per element of the parameters and of the gradients.
+    """Bytes per element of the parameters and of the gradients: 2, or 4 for fp32.
 
-    They are 2, or 4 for the parameters of an fp32 model and for gradients that are accumulated in fp32. ``publishes``
-    is false if the CPU writes the parameters of the model itself, because the accelerator shares host memory or because
-    DeepSpeed offloads parameters.
+    ``publishes`` is false if the CPU writes the parameters of the model itself, because the accelerator shares host
+    memory or because DeepSpeed offloads parameters.
     """
 
     param: int
@@ -33,11 +30,7 @@ class Widths:
 
     @property
     def on_host(self) -> dict[str, int]:
-        """Return the tensors that a sub-group has in host memory, with their bytes per element.
-
-        These are the states, the gradient and, if they are published, the rounded parameters. Parameters that are fp32
-        are published from ``master``.
-        """
+        """Return the tensors of a sub-group, with bytes per element. Fp32 parameters need no ``rounded``."""
         widths = {**dict.fromkeys(STATES, FP32_BYTES), "grad": self.grad}
         if self.publishes and self.param < FP32_BYTES:
             widths["rounded"] = self.param

@@ -1,8 +1,4 @@
-"""Lower a placement to a schedule: assign slots, order the actions, and insert the waits.
-
-``lower`` runs the passes, which are pure functions, one after another. ``serial_schedule`` builds the schedule of stock
-DeepSpeed instead, in which nothing overlaps, so that its update is predicted by the same simulation.
-"""
+"""Lower a placement to a schedule: order the units, assign slots, order the actions, and insert the waits."""
 
 from __future__ import annotations
 
@@ -26,6 +22,33 @@ def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, o
     )
 
 
+def forward_order(
+    workload: Workload, placements: Sequence[Placement], first_use: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return an order in which forward finds the units of each placement ready in the order of their first use.
+
+    ``first_use`` names every unit once, in the order in which forward uses them; it defaults to the order of the
+    indices. Resident units come first: they are ready immediately. A CPU unit is due when it should be done, and a
+    streamed one when it should be half done, as shares of their placement: so all lanes finish together.
+    """
+    in_order = list(range(len(placements)) if first_use is None else first_use)
+    if (persistent := workload.persistent_unit) is not None:
+        # First: ``step()`` waits for it.
+        in_order.remove(persistent)
+        in_order.insert(0, persistent)
+    due: list[tuple[float, bool, int]] = []
+    for placement in (Placement.CPU, Placement.STREAMED):
+        on_cpu = placement is Placement.CPU
+        indices = [index for index in in_order if placements[index] is placement]
+        total, done = sum(workload.units[index].numel for index in indices), 0
+        for index in indices:
+            numel = workload.units[index].numel
+            done += numel
+            due.append(((done if on_cpu else done - numel / 2) / total, on_cpu, index))
+    residents = (index for index in in_order if placements[index] is Placement.RESIDENT)
+    return (*residents, *(index for _, _, index in sorted(due)))
+
+
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
     """Return the slot of each streamed unit: round robin in update order."""
     return {index: position % num_slots for position, index in enumerate(streamed)}
@@ -34,9 +57,8 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
     """Return the actions, without waits, in the order in which the host issues them.
 
-    The actions of CPU units have two lanes of their own. They come first, so that the CPU lane is never idle. A
-    prefetch is issued right after the flush that frees its slot, so that the h2d lane runs ahead by the number of
-    slots.
+    The actions of CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its
+    slot, so that the h2d lane runs ahead by the number of slots.
     """
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
@@ -47,14 +69,12 @@ def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: di
     for index in order:
         if placements[index] is Placement.CPU:
             continue
-        if placements[index] is Placement.RESIDENT:
-            actions.append(Action(ActionKind.GPU_STEP, index))
-            continue
-        actions.append(Action(ActionKind.GPU_STEP, index, slots[index]))
-        actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))
-        if waiting:
-            following = waiting.pop(0)
-            actions.append(Action(ActionKind.PREFETCH, following, slots[following]))
+        actions.append(Action(ActionKind.GPU_STEP, index, slots.get(index)))
+        if placements[index] is Placement.STREAMED:
+            actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))
+            if waiting:
+                following = waiting.pop(0)
+                actions.append(Action(ActionKind.PREFETCH, following, slots[following]))
     return actions
 
 
@@ -66,7 +86,7 @@ def insert_waits(actions: Sequence[Action]) -> list[Action]:
     for action in actions:
         waits: tuple[str, ...] = ()
         start = clocks.start_clock(action)
-        # Begin with the latest producer: its clock may cover the others.
+        # Start with the latest producer: its clock may cover the others.
         for producer in reversed(needs[action.name]):
             if not clocks.has_finished(producer, start):
                 waits = (producer.name, *waits)
@@ -77,11 +97,7 @@ def insert_waits(actions: Sequence[Action]) -> list[Action]:
 
 
 def serial_schedule(placements: Sequence[Placement]) -> Schedule:
-    """Return the schedule of stock DeepSpeed, in which each action waits for the action before it.
-
-    Resident units are those that Twin-Flow keeps on the accelerator. Stock streams nothing: ``placements`` must
-    not contain ``STREAMED``.
-    """
+    """Return the schedule of stock DeepSpeed or Twin-Flow: each action waits for the action before it."""
     assert Placement.STREAMED not in placements
     actions: list[Action] = []
     for unit, placement in enumerate(placements):

@@ -15,5 +15,5 @@ class Placement(Enum):
     RESIDENT = "resident"
     """The states stay in accelerator memory and are updated there."""
 
-    # As in ``action.py``: the search looks placements up millions of times.
+    # As in ``action.py``: the planner looks placements up millions of times.
     __hash__ = object.__hash__

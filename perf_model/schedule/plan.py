@@ -1,4 +1,4 @@
-"""Define ``UpdatePlan``: a placement for each unit, and the number of slots that streaming uses."""
+"""Define ``UpdatePlan``: a placement for each unit, and the number of slots. Place units by simple rules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from perf_model.schedule.lowering import lower
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order, lower
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
@@ -22,9 +21,8 @@ DEFAULT_NUM_SLOTS = 2
 class UpdatePlan:
     """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones.
 
-    ``order`` is the order in which the host processes the units; None stands for ``order.forward_order``. The
-    actions of the plan are in ``schedule``, which is derived on first use. Raise ``ValueError`` unless there is exactly
-    one placement per unit, at least one slot, an order that names each unit once, and a persistent unit on the CPU.
+    ``order``, in which the host processes the units, defaults to ``forward_order``. Raise ``ValueError`` unless there
+    is one placement per unit, at least one slot, an order that names each unit once, and a persistent unit on the CPU.
     """
 
     workload: Workload
@@ -48,21 +46,13 @@ class UpdatePlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Lower the plan to its schedule, on first use, and return the same value from then on.
-
-        This property is the arrow "plan -> schedule" of the design: the executor, the simulation, the check and the
-        grid take the actions of an update from here, and decide nothing themselves. It is lazy because the search
-        discards most plans without looking at their actions.
-        """
+        """Return the actions, which are lowered on first use: the planner discards many plans without them."""
         order = self.order or forward_order(self.workload, self.placements)
         return lower(self.workload, self.placements, self.num_slots, order)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash of the actions and of the borders of the units.
-
-        It is equal on two ranks if and only if they execute the same actions on the same runs of elements.
-        """
+        """Return a hash that is equal on two ranks if they execute the same actions on the same runs of elements."""
         borders = " ".join(
             "+".join(f"{run.sub_group}:{run.begin}:{run.end}" for run in unit.ranges) for unit in self.workload.units
         )
@@ -98,3 +88,17 @@ class UpdatePlan:
             f"({share:.0%} of the parameters updated on the GPU), "
             f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
         )
+
+
+def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]:
+    """Return ``placement`` for every unit except the persistent one, which is on the CPU."""
+    return tuple(Placement.CPU if unit.is_persistent else placement for unit in workload.units)
+
+
+def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
+    """Stream every ``stride``-th unit: index i with (i + 1) % stride == 0, without the persistent unit (2410.21316)."""
+    first = 0 if workload.persistent_unit is None else 1
+    return tuple(
+        Placement.STREAMED if unit.index >= first and (unit.index - first + 1) % stride == 0 else Placement.CPU
+        for unit in workload.units
+    )

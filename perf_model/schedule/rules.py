@@ -1,7 +1,7 @@
 """Define rules that place parameters by name, as in ``"placement": [{"match": "*.experts.*", "states": "cpu"}]``.
 
-The first rule that matches a parameter's name places the parameter, and the planner decides the rest. A rule without
-effect is an error, because it is most often a misspelt name.
+The first rule that matches a name counts, and the planner decides the rest. A rule without effect is an error, because
+it is most often a misspelt name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class RulesError(ValueError):
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """The states of the parameters whose names match one of the patterns ``match``.
-
-    Patterns are as in ``fnmatch``, case-sensitive, for the full name in the module.
-    """
+    """The states of the parameters whose full names match one of ``match``, case-sensitive patterns of ``fnmatch``."""
 
     match: tuple[str, ...]
     states: States
@@ -49,7 +46,7 @@ class PlacementRule:
         return None if self.states == "planned" else Placement(self.states)
 
     def matches(self, name: str) -> bool:
-        """Return whether the rule is for the parameter ``name``, unless an earlier rule is."""
+        """Return whether one of the patterns matches ``name``."""
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
     def __str__(self) -> str:
@@ -58,13 +55,13 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Rules in order: the first that matches a parameter places it, and the planner decides where no rule matches."""
+    """Rules in order, of which the first that matches a parameter counts."""
 
     rules: tuple[PlacementRule, ...] = ()
 
     @classmethod
     def from_json(cls, value: object) -> PlacementRules:
-        """Return the rules that a list of JSON objects defines. Raise ``RulesError`` unless each of them is valid."""
+        """Return the rules in a list of JSON objects. Raise ``RulesError`` unless each of them is valid."""
         if not isinstance(value, list) or not value:
             raise RulesError("", "must be a list of rules", shorten(value), f"Give a list of objects. {_EXAMPLE}")
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
@@ -78,7 +75,7 @@ class PlacementRules:
 
     @property
     def may_plan(self) -> bool:
-        """Return whether there are names whose placement the planner would choose, be they of this model or not."""
+        """Return whether the planner would choose a placement, if not for this model, then for one with other names."""
         return any(rule.placement is None for rule in self.rules) or not any("*" in rule.match for rule in self.rules)
 
     def rule_for(self, name: str) -> PlacementRule | None:
@@ -93,41 +90,37 @@ class PlacementRules:
     def check(
         self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Raise ``RulesError`` if a rule is without effect on a model.
+        """Raise ``RulesError`` if a rule is without effect on a model with these names of parameters.
 
-        ``trained`` and ``frozen`` are the names of the model's parameters. ``aliases`` maps each further name of a tied
-        parameter to the first one, which is in ``trained`` or ``frozen``.
+        ``aliases`` maps each further name of a tied parameter to the first one, which is ``trained`` or ``frozen``.
         """
-        free = list(trained)
         for number, rule in enumerate(self.rules):
-            key = f"[{number}].match"
+            key, found = f"[{number}].match", ", ".join(map(repr, rule.match))
             for pattern in rule.match:
-                _check_pattern(key, pattern, [*trained, *frozen], aliases or {})
-            found = ", ".join(map(repr, rule.match))
-            if not any(map(rule.matches, trained)):
+                if not any(fnmatchcase(name, pattern) for name in [*trained, *frozen]):
+                    raise _matches_nothing(key, pattern, [*trained, *frozen], aliases or {})
+            counting = {name: self.rule_for(name) for name in trained if rule.matches(name)}
+            if not counting:
                 remedy = "Frozen parameters have no optimizer states. Remove the rule."
                 found += ", which matches only frozen parameters"
                 raise RulesError(key, "must match a parameter that is trained", found, remedy)
-            if not any(map(rule.matches, free)):
-                takers = {self.rule_for(name): name for name in trained if rule.matches(name)}
+            takers = dict.fromkeys(counting.values())
+            if not any(taker is rule for taker in takers):
                 found += f", whose parameters are all taken by {' and '.join(map(str, takers))}"
                 remedy = "The first rule that matches counts. Put this rule before it, or remove one of them."
                 raise RulesError(key, "must match a parameter that no earlier rule matches", found, remedy)
-            free = [name for name in free if not rule.matches(name)]
 
 
 NO_RULES = PlacementRules()
 
 
 def _parse(key: str, rule: object) -> PlacementRule:
-    """Return the rule that one JSON object defines. Raise ``RulesError`` unless it is valid."""
     if not isinstance(rule, Mapping):
         raise RulesError(key, "must be an object if another entry is one", shorten(rule), _EXAMPLE)
     for unknown in rule.keys() - set(_KEYS):
         remedy = did_you_mean(unknown, {name: f'"{name}"' for name in _KEYS}) or "A rule has the keys match and states."
-        raise RulesError(
-            f"{key}.{printable(unknown, 100)}", "is not a known key of a rule", shorten(rule[unknown]), remedy
-        )
+        shown = f"{key}.{printable(unknown, 100)}"
+        raise RulesError(shown, "is not a known key of a rule", shorten(rule[unknown]), remedy)
     for required in _KEYS:
         if required not in rule:
             raise RulesError(f"{key}.{required}", "is required", "nothing", _EXAMPLE)
@@ -136,33 +129,26 @@ def _parse(key: str, rule: object) -> PlacementRule:
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         remedy = 'It matches full names of parameters; * stands for any text. For example: "match": "*.mlp.experts.*".'
         raise RulesError(f"{key}.match", "must be a pattern or a list of patterns", shorten(match), remedy)
-    known = get_args(States)
-    if states not in known:
-        remedy = did_you_mean(states, {choice: f'"{choice}"' for choice in known})
+    if states not in get_args(States):
+        remedy = did_you_mean(states, {choice: f'"{choice}"' for choice in get_args(States)})
         remedy = remedy or 'With "planned", the planner chooses.'
         raise RulesError(f"{key}.states", 'must be "cpu", "streamed", "resident" or "planned"', shorten(states), remedy)
     return PlacementRule(tuple(patterns), states)
 
 
-def _check_pattern(key: str, pattern: str, names: Sequence[str], aliases: Mapping[str, str]) -> None:
-    """Raise ``RulesError`` if ``pattern`` matches none of the ``names``, or only further names of tied parameters."""
-    if any(fnmatchcase(name, pattern) for name in names):
-        return
+def _matches_nothing(key: str, pattern: str, names: Sequence[str], aliases: Mapping[str, str]) -> RulesError:
     for alias, first in aliases.items():
         if fnmatchcase(alias, pattern):
             found = f'{pattern!r}, which matches "{alias}", another name of "{first}"'
             remedy = f'A tied parameter has one name, the first. Match "{first}".'
-            raise RulesError(key, "must match a parameter by the name that counts", found, remedy)
+            return RulesError(key, "must match a parameter by the name that counts", found, remedy)
     nearest = ", ".join(nearest_names(pattern, names))
     remedy = f"The nearest names: {nearest}. Patterns are as in a shell, for whole names: * stands for any text."
-    raise RulesError(key, "must match a parameter of the model", repr(pattern), remedy)
+    return RulesError(key, "must match a parameter of the model", repr(pattern), remedy)
 
 
 def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
-    """Return a question that names the ``choices`` which are most like ``word``; empty if none is.
-
-    ``choices`` maps "cpu", "streamed" and so on to the text that the user has to write for it.
-    """
+    """Return a question that names the choice most like ``word``, by its text in ``choices``; empty if none is."""
     letters = str(word).lower()
     meant = [choice for choice in choices if choice in letters]
     if not meant and "resident" in choices and any(other in letters for other in _ON_ACCELERATOR):
@@ -179,14 +165,14 @@ def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first.
 
-    The nearest have most of the pattern's letters in common with it, in runs of at least three; of these, the shortest
-    come first. Of names that differ only in numbers, such as those of equal layers, only the first is returned.
+    The nearest share most letters with the pattern, in runs of at least three; of these, the shortest come first. Of
+    names that differ only in numbers, such as those of equal layers, only the first is returned.
     """
     candidates: dict[str, str] = {}
     for name in names:
         for text in (name, layer_of(name)):
             candidates.setdefault(re.sub(r"\d+", "0", text), text)
-    # The letters of a regular expression count as well: *, \. and .* are no letters of a name.
+    # A regular expression is meant as well: *, \. and .* are no letters of a name.
     spelled = re.sub(r"[*?\[\]!^$\\+]+", "", pattern).strip(".")
 
     def distance(name: str) -> tuple[int, float]:

@@ -1,7 +1,4 @@
-"""Define ``Schedule``, the actions of one update as a value, and format it as a grid.
-
-A schedule is executed, simulated, checked and drawn. None of these consumers changes it or adds decisions to it.
-"""
+"""Define ``Schedule``, the actions of one update as a value that is executed, simulated, checked and drawn."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ STAGED_BYTES_PER_PARAM = len(STATES) * FP32_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The actions in the order in which the host issues them, and the staging slots that they use.
-
-    ``slot_numel`` is the length, in parameters, of each of the ``num_slots`` staging slots. The runtime reserves the
-    slots once, and its other reservations follow from the plan (``prediction/memory.py``).
-    """
+    """The actions in the order of their issue, and the slots, each of ``slot_numel`` parameters."""
 
     num_slots: int
     slot_numel: int
@@ -47,10 +40,7 @@ class Schedule:
 
 
 def format_grid(schedule: Schedule, failing: Action | None = None) -> str:
-    """Return the schedule as text: one row per action in issue order, one column per lane.
-
-    The row of ``failing``, compared by identity, is marked with ``>``.
-    """
+    """Return one row per action in issue order, one column per lane; ``failing``, by identity, is marked."""
 
     def cell(action: Action) -> str:
         return action.name if action.slot is None else f"{action.name} [{action.slot}]"

@@ -1,9 +1,8 @@
 """Relate the slots of an update to those of the update before.
 
-Prefetches for an update are issued to slot 0 first, while the last flushes of the update before may still empty the
-slots. If the number of streamed units is not a multiple of the number of slots, they end with another slot than the
-last one, and a prefetch would wait behind one whose slot is flushed later. The runtime therefore shifts the slots by
-``slot_shift`` after each update, so that slot 0 is the one that is emptied first. With 5 units and 3 slots of memory::
+Prefetches are issued to slot 0 first, while the last flushes of the update before may still empty the slots. If these
+do not end with the last slot, a prefetch would wait behind one whose slot is flushed later. The runtime therefore
+shifts the slots by ``slot_shift`` after each update: slot 0 is then emptied first. With 5 units and 3 slots of memory::
 
     unit                  0  1  2  3  4
     slot, first update    0  1  2  0  1     the last flushes empty 2, 0, 1
@@ -23,10 +22,7 @@ MOST_PAIRS = 25_000
 
 
 def slot_shift(schedule: Schedule) -> int:
-    """Return the slot that the last flushes empty first, which is slot 0 of the next update.
-
-    Return 0 if units would use more than ``MOST_PAIRS`` pairs in the course of training.
-    """
+    """Return the slot that is empty first and is the next slot 0; 0 for units with too many pairs (``MOST_PAIRS``)."""
     if schedule.num_slots == 0:
         return 0
     streamed = sum(action.kind is ActionKind.FLUSH_STATES for action in schedule.actions)
@@ -37,9 +33,8 @@ def slot_shift(schedule: Schedule) -> int:
 def flushes_before(schedule: Schedule) -> dict[str, str]:
     """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for.
 
-    Both updates have the same schedule. A first prefetch into a slot waits for the last flush out of its memory, and
-    each prefetch for the flush of its unit, whose states it reads. Flushes run in order, and so do prefetches: a wait
-    that an earlier prefetch or a later flush implies is left out.
+    A first prefetch into a slot waits for the last flush out of its memory, and each prefetch for the flush of its
+    unit, whose states it reads. Flushes run in order, and so do prefetches: a wait that another implies is left out.
     """
     flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
     last_out_of = {flush.slot: number for number, flush in enumerate(flushes)}

@@ -1,8 +1,7 @@
 """Find out when forward needs each unit, given the order in which it uses the parameters.
 
-A parameter that several layers share is used several times. All parameters of shared layers are needed in the first
-pass through them, and those that follow only after the last one. For example, with 5 layers that share a parameter of
-100 elements, between an embedding and a head of 100 elements each::
+Layers that share parameters need all of them in the first pass, and later parameters only after the last one. For
+example, with 5 layers that share a parameter of 100 elements, between an embedding and a head of 100 elements each::
 
     used           embedding  layer  layer  layer  layer  layer  head
     unit           embedding  layer                              head
@@ -22,8 +21,8 @@ from perf_model.schedule.workload import Partition, Unit, Workload
 class ParameterUses:
     """The elements that forward has used before it first needs a unit.
 
-    ``uses`` has the names of the parameters in the order in which forward uses them, each as often as it does.
-    ``sub_groups`` are one rank's partitions of the parameters; other names, as of frozen parameters, do not count.
+    ``uses`` holds the names of the parameters in the order in which forward uses them, each as often as it does. Names
+    that are not in ``sub_groups``, the partitions of one rank, do not count: those of frozen parameters.
     """
 
     def __init__(self, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> None:
@@ -38,10 +37,7 @@ class ParameterUses:
         self._repeats = len(self._used_before) < len(known)
 
     def first_use(self, workload: Workload) -> tuple[int, ...]:
-        """Return the units in the order in which forward first uses one of their parameters.
-
-        Units of parameters that forward does not use come last.
-        """
+        """Return the units in the order in which forward first uses one of their parameters, unused ones last."""
         return tuple(unit.index for unit in sorted(workload.units, key=self._needed_after))
 
     def count(self, workload: Workload) -> Workload:
@@ -56,10 +52,9 @@ class ParameterUses:
         return Workload(tuple(units))
 
     def _needed_after(self, unit: Unit) -> int:
-        """Return the elements that forward has used when it first needs the unit: all if it never does."""
+        """Return the elements that forward has used when it comes to a part of the unit: all if it never does."""
         if unit.is_persistent:
             return 0
-        # A part of a parameter counts as needed when forward has come to that part.
         used = [
             self._used_before[partition.name] + before
             for partition, before in partitions_in(unit, self._sub_groups)

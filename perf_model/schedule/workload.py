@@ -14,15 +14,12 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 FP32_BYTES = 4
 
 ALIGNMENT = 16
-"""The elements at multiples of which wide loads begin. In each memory, a range begins as far after one of them."""
+"""The elements at multiples of which wide loads start. In each memory, a range starts as far after one of them."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One rank's part of a parameter: ``numel`` elements, padding included.
-
-    ``is_persistent``: DeepSpeed keeps the parameter gathered, so it must be updated when ``step()`` returns.
-    """
+    """One rank's part of a parameter, padding included. DeepSpeed keeps a *persistent* parameter gathered."""
 
     name: str
     numel: int
@@ -48,11 +45,9 @@ class Unit:
     """The piece of the optimizer states that a schedule places and updates: ``ranges``, padding included.
 
     The ranges belong to one sub-group, except those of the *persistent unit*, which holds all persistent parameters. It
-    is the first unit, the CPU updates it, and ``step()`` waits until it is published.
-
-    ``label`` names the layers that the unit is from. ``fixed`` is the placement that a rule gives it, None if the
-    planner decides. ``used_numel`` are the elements that forward uses from its first use of this unit until it first
-    uses the next one; it defaults to ``numel``, as if no parameter were used again in between.
+    is the first unit, the CPU updates it, and ``step()`` waits until it is published. ``label`` names the layers.
+    ``fixed`` is the placement that a rule gives, None if the planner decides. ``used_numel`` are the elements that
+    forward uses from its first use of this unit until its first use of the next one; it defaults to ``numel``.
     """
 
     index: int
@@ -89,11 +84,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Workload:
-    """The units of one rank, in the order of their elements.
-
-    Their ranges cover all elements of each sub-group, and the sub-groups are in DeepSpeed's order
-    (``optimizer.fp16_groups``).
-    """
+    """The units of one rank in the order of their elements, which cover each sub-group of DeepSpeed's optimizer."""
 
     units: tuple[Unit, ...]
 
@@ -101,16 +92,6 @@ class Workload:
     def from_numels(cls, numels: Iterable[int]) -> Workload:
         """Return the workload of sub-groups of these lengths, in parameters, of which each is one unit."""
         return cls(tuple(Unit(index, (Range(index, 0, numel),)) for index, numel in enumerate(numels)))
-
-    @classmethod
-    def from_parameters(cls, parameters: Iterable[int], world_size: int, sub_group_size: int) -> Workload:
-        """Return one rank's workload in which each of DeepSpeed's sub-groups is one unit.
-
-        ``parameters`` are the numbers of elements of the tensors of one param group.
-        """
-        partitions = (Partition("", -(-numel // world_size)) for numel in parameters)
-        groups = form_sub_groups(partitions, sub_group_size)
-        return cls.from_numels([sum(partition.numel for partition in group) for group in groups])
 
     @cached_property
     def sub_group_numels(self) -> tuple[int, ...]:
@@ -138,11 +119,7 @@ class Workload:
 
 
 def form_sub_groups(partitions: Iterable[Partition], sub_group_size: int) -> list[list[Partition]]:
-    """Return one rank's sub-groups as DeepSpeed 0.19.8 forms them (``stage3.py``, ``_create_fp16_sub_groups``).
-
-    ``partitions`` are those of one param group: each parameter is divided among the ranks and padded. The parameter
-    with which a sub-group reaches ``sub_group_size`` is the last one in it.
-    """
+    """Return the sub-groups of one param group as DeepSpeed 0.19.8 does (``_create_fp16_sub_groups``)."""
     sub_groups: list[list[Partition]] = []
     numel = sub_group_size
     for partition in partitions:

@@ -24,11 +24,9 @@ from perf_model.prediction.memory import (
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.lowering import serial_schedule
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order, serial_schedule
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan
-from perf_model.schedule.simple_placements import place_all, place_by_stride
+from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.host_reserve import reserved_host_bytes
 from perf_model.training_run.job import GradientPath, Job

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perf_model.__main__ import main
-from perf_model.cli.plan_answer import LARGER_MODELS
+from perf_model.cli.plan_command import LARGER_MODELS
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
 from perf_model.units import significant
 from tests.cli.test_planning_commands import job, planned

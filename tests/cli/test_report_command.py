@@ -21,8 +21,7 @@ from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
 from perf_model.schedule.action import Lane
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_by_stride
+from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.browser import browsing, find_browser
 from tests.model.profiles import profile

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
 from tests.gpu.updates import deferred, executed, random_plan, serial, serial_of_deferred
 from tests.runtime.random_states import same

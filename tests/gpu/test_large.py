@@ -11,8 +11,7 @@ from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitPart, UnitState
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import STATES, Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam

@@ -17,8 +17,7 @@ from benchmarks.harness.small_copies import DIRECTIONS, SmallCopies
 from deep_opt_states.device.cuda import CHUNK_BYTES, CudaDevice
 from deep_opt_states.runtime.executor import Executor
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam

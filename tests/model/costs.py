@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from perf_model.prediction.cost import CostModel, Resource, traffic_by_action
+from perf_model.prediction.memory import MIB
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Timeline
+from perf_model.schedule.workload import FP32_BYTES, STATES
 
 PLENTY = 1e15
 
@@ -56,3 +58,10 @@ def makespan_s(timeline: Timeline) -> float:
 
 
 windows = st.builds(Windows, backward_s=st.floats(0, 1), forward_s=st.floats(0, 1))
+
+
+def resident_bytes_of(numel: int) -> int:
+    """Return the least bytes that p, m and v of that length take, in a slot or resident."""
+    each_bytes = numel * FP32_BYTES
+    block_bytes = 2 * MIB if each_bytes > 10 * MIB - 512 else 512
+    return len(STATES) * -(-each_bytes // block_bytes) * block_bytes

@@ -18,7 +18,6 @@ from perf_model.schedule.check import check
 from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import keep_fixed, place_all
 from perf_model.schedule.workload import Range, Unit, Workload
 from tests.model.costs import cost, costs
 from tests.model.planned import plan_updates
@@ -46,7 +45,7 @@ def test_no_fixed_placement_is_changed_and_the_plan_is_no_worse_than_the_cpu(
     workload: Workload, model: CostModel, overlap: Windows, setup: TrainingSetup, gpu_bytes: int | None
 ) -> None:
     budgets = Budgets(gpu_bytes=gpu_bytes)
-    least = keep_fixed(workload, place_all(workload, CPU))
+    least = tuple(unit.fixed or CPU for unit in workload.units)
     least_plan = UpdatePlan(workload=workload, placements=least, num_slots=1)
     missing = budgets.missing(memory_of(least_plan, setup))
     if missing:
@@ -73,7 +72,8 @@ def test_a_search_in_windows_of_forward_never_changes_a_fixed_placement(seed: in
     planned = plan_updates(workload, cost(), budgets, overlap)
     assert planned.simulations > 10
     assert set(planned.plan.placements) == set(Placement)
-    assert keep_fixed(workload, planned.plan.placements) == planned.plan.placements
+    placed = zip(workload.units, planned.plan.placements, strict=True)
+    assert all(unit.fixed in (None, placement) for unit, placement in placed)
 
 
 @settings(max_examples=30)

@@ -16,7 +16,6 @@ from perf_model.prediction.memory import (
     memory_of,
     reserved_by_stock,
     reserved_by_the_runtime,
-    resident_bytes_of,
     staging_numel,
 )
 from perf_model.schedule.cutting import cut_into_units
@@ -24,6 +23,7 @@ from perf_model.schedule.host_layout import ALIGNMENT_BYTES, Widths, slab_tensor
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Partition, Workload
+from tests.model.costs import resident_bytes_of
 from tests.model.strategies import plans
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT

@@ -14,8 +14,7 @@ from perf_model.prediction.network import Network
 from perf_model.presets.machines import HALF_ELEMENTS, MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.training_run.forecast import forecast
 from perf_model.training_run.job import GradientPath, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, TRAINING_SHARE, MatrixRate, Overheads, PhaseRates

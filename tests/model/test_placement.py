@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.simple_placements import place_by_stride
+from perf_model.schedule.plan import place_by_stride
 from perf_model.schedule.workload import Workload
 
 

@@ -20,17 +20,15 @@ from perf_model.prediction.memory import (
     Reservation,
     cuda_bytes_of,
     memory_of,
-    resident_bytes_of,
 )
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator, simulate
 from perf_model.prediction.work_bound import work_bound
 from perf_model.schedule.check import check
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
-from tests.model.costs import cost, costs, windows
+from tests.model.costs import cost, costs, resident_bytes_of, windows
 from tests.model.planned import plan_updates
 
 NO_WINDOWS = Windows()

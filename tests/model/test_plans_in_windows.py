@@ -13,8 +13,7 @@ from perf_model.planner import MAX_UNITS, UNIT_SIZES, PlannedUpdate, evaluate, p
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all, place_by_stride
+from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost
 from tests.tiers import thorough

@@ -43,7 +43,7 @@ from benchmarks.published.updates import (
     updated_parameters,
     workload_of,
 )
-from perf_model.cli.plan_answer import LARGER_MODELS
+from perf_model.cli.plan_command import LARGER_MODELS
 from perf_model.schedule.placement import Placement
 
 SETTING = RunSetting(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, names_in
+from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, partitions_in
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules, RulesError, States, nearest_names
 from perf_model.schedule.workload import Partition, Range
@@ -80,7 +80,7 @@ def test_units_tile_each_sub_group_and_end_where_the_placement_changes(
         assert runs[-1].end == sum(partition.numel for partition in partitions)
         for unit in units:
             assert 0 < unit.numel <= -(-unit_size // PIECE_MULTIPLE) * PIECE_MULTIPLE
-            names = list(names_in(unit, sub_groups))
+            names = [partition.name for partition, _ in partitions_in(unit, sub_groups)]
             assert names
             assert {rules.placement_of(name) for name in names} == {unit.fixed}
         ends = [sum(partition.numel for partition in partitions[: count + 1]) for count in range(len(partitions))]

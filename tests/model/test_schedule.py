@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.check import ScheduleError, check
-from perf_model.schedule.lowering import assign_slots, insert_waits, issue_order
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import assign_slots, forward_order, insert_waits, issue_order
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.schedule import Schedule, format_grid
-from perf_model.schedule.simple_placements import place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.schedule_text import parse_schedule

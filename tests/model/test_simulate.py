@@ -13,9 +13,8 @@ from perf_model.prediction.simulate import simulate
 from perf_model.prediction.timeline import Phase
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.simple_placements import place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, makespan_s, windows
 from tests.model.profiles import profile

@@ -10,7 +10,7 @@ from perf_model.plan_request import PlanRequest
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import Budgets, memory_of
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Partition
 from tests.model.profiles import profile

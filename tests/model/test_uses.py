@@ -13,9 +13,9 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.cutting import cut_into_units
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import place_all
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
 from tests.model.costs import cost

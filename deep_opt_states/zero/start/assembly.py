@@ -45,8 +45,7 @@ from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import TrainingSetup, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Partition
 
 

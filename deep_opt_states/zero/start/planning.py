@@ -25,8 +25,7 @@ from perf_model.plan_request import PlanRequest
 from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
-from perf_model.prediction.memory import Budgets, TrainingSetup
-from perf_model.prediction.memory_summary import summary_by_placement
+from perf_model.prediction.memory import Budgets, TrainingSetup, summary_by_placement
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.host_layout import Widths

@@ -20,8 +20,7 @@ from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.internals.log import log_rank_0, log_this_rank
 from deep_opt_states.zero.start.assembly import Assembly
-from perf_model.prediction.memory import MemoryKind
-from perf_model.prediction.memory_summary import total_reserved
+from perf_model.prediction.memory import MemoryKind, total_reserved
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 

@@ -18,10 +18,9 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
-from perf_model.schedule.order import forward_order
+from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 
 GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[GradientBuffer]]
 

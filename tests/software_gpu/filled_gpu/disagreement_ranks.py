@@ -24,8 +24,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.internals.agreement import StepAgreement, same_on_all_ranks
 from deep_opt_states.zero.step import gpu_memory
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.software_gpu.filled_gpu.growing_inputs import CASE as GROWING

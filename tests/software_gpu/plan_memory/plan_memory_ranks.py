@@ -23,8 +23,7 @@ from perf_model.prediction.memory import MemoryKind, TrainingSetup, memory_of, r
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all, place_by_stride
+from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from tests.launch import answer
 from tests.software_gpu import device

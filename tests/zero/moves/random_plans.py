@@ -17,8 +17,7 @@ from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.simple_placements import place_all
+from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Partition
 from tests.zero.moves.move_counts import MoveCounts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Partition, form_sub_groups
 from perf_model.training_run.hf_config import parse_hf_config
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -18,6 +18,9 @@ def test_predicted_sub_groups_have_the_sizes_of_deepspeeds(world_size: int) -> N
     finished, *_ = run_ranks(world_size, ["-m", "tests.zero.planning.sub_group_ranks", *map(str, SIZES)], timeout_s=200)
     assert finished.returncode == 0, finished.output[-4000:]
     parameters = [numel for _, numel in parse_hf_config(CONFIG.to_json_string(), name="small").parameters()]
-    predicted = [Workload.from_parameters(parameters, world_size, size) for size in SIZES]
-    assert finished.answers() == [list(workload.sub_group_numels) for workload in predicted]
-    assert len({len(workload.sub_group_numels) for workload in predicted}) == len(SIZES)
+    partitions = [Partition("", -(-numel // world_size)) for numel in parameters]
+    predicted = [
+        [sum(partition.numel for partition in group) for group in form_sub_groups(partitions, size)] for size in SIZES
+    ]
+    assert finished.answers() == predicted
+    assert len(set(map(len, predicted))) == len(SIZES)

@@ -1,0 +1,27 @@
+"""Print text and tables with rich, which is imported only when a command prints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def show(printed: str | Table, *, width: int | None = None, soft_wrap: bool = False) -> None:
+    """Print a text or a table. Rich wraps it at ``width``, by default that of the terminal, unless ``soft_wrap``."""
+    from rich.console import Console
+
+    # A text may contain square brackets, which would be markup.
+    Console(width=width).print(printed, highlight=False, markup=False, soft_wrap=soft_wrap)
+
+
+def new_table(headers: Iterable[str], left: Collection[str] = (), *, gap: int = 1) -> Table:
+    """Return a table without rows. Columns are aligned to the right, except those in ``left``."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    for header in headers:
+        table.add_column(header, justify="left" if header in left else "right", no_wrap=True)
+    return table
