@@ -22,10 +22,9 @@ from perf_model.prediction.memory import DoesNotFit
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast, forecast
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, PhaseRates
-from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 
 SIMULATED_RANKS = (4, 8, 16, 32, 64, 128, 256, 512)
 PAPER_MODELS = ("7B", "8.3B", "10B", "13B", "20B")
@@ -97,7 +96,7 @@ def _profile(network_gbit: int) -> HardwareProfile:
 def _forecast(job: Job, network_gbit: int) -> Forecast:
     profile = _profile(network_gbit)
     limits = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
-    return forecast(job, profile, limits, Overlap(), UNIT_SIZES, PUBLISHED_OVERHEADS)
+    return Forecast(job, profile, limits, Overlap(), UNIT_SIZES, PUBLISHED_OVERHEADS)
 
 
 def _without_interleaving(found: Forecast) -> dict[str, PredictedIteration]:

@@ -37,7 +37,7 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import PARAM_BYTES
 
 CHART = Bars("update", UPDATE_SPEEDUP, "host memory traffic")
 

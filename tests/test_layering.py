@@ -33,7 +33,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.prediction",
         "perf_model.schedule",
         "perf_model.plan_request",
-        "perf_model.planner",
         "perf_model.units",
     },
     "perf_model.cluster": {

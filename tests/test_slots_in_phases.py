@@ -12,6 +12,7 @@ from benchmarks.slots.phase_curve import ActivationMemory, exposed_with_activati
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
+from perf_model.training_run.training_memory import TrainingMemory
 
 SETTING = WindowSetting(machine="h100-pcie5", model="7B", ranks=4, micro_batch=1, gpu_share=0.5)
 SIMULATOR = Simulator(SETTING.cost, SETTING.windows)
@@ -30,8 +31,9 @@ def predicted_s(plan: UpdatePlan) -> float:
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_activations_are_those_that_leave_the_memory_for_the_plan(recompute: bool) -> None:
     job = replace(SETTING.job, recompute=recompute)
-    memory, activations = ActivationMemory.from_job(job), job.memory.activations
-    assert 0 <= activations.in_loss - memory.free_bytes <= 10 * activations.tokens * job.shape.hidden
+    memory, training = ActivationMemory.from_job(job), TrainingMemory(job)
+    tokens = job.micro_batch * job.sequence
+    assert 0 <= training.activation_bytes - memory.free_bytes <= 10 * tokens * job.shape.hidden
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -23,6 +23,7 @@ from benchmarks.harness.interleaved_runs import ADAPTING, engine_for, weights_di
 from benchmarks.harness.variants import STOCK, Variant, ours
 from examples.common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from perf_model.prediction.draw import draw
+from perf_model.training_run.training_memory import TrainingMemory
 from tests.software_gpu import settings
 
 MEASURED = 4
@@ -44,7 +45,7 @@ class DemonstratedRun(ScaledRun):
     def free_gb(self) -> float:
         """Return the gigabytes of each GPU that training leaves for the states."""
         assert self.profile.gpu_memory_bytes is not None
-        return ((1 - MARGIN_SHARE) * self.profile.gpu_memory_bytes - self.job.gpu_bytes) / 1e9
+        return ((1 - MARGIN_SHARE) * self.profile.gpu_memory_bytes - TrainingMemory(self.job).gpu_bytes) / 1e9
 
 
 RUN = DemonstratedRun(machine="h100-pcie5", ranks=2, model="20B", small=SmallModel(layers=4, sub_group_size=10**9))

@@ -13,7 +13,7 @@ from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
-from perf_model.training_run.job import GradientPath
+from perf_model.training_run.micro_batch import GradientPath
 
 SMALLEST_EXPOSED = 0.05
 """The share of stock's update below which an exposed time is negligible."""

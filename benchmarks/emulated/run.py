@@ -187,12 +187,12 @@ class EmulatedRun:
     @property
     def forward_s(self) -> float:
         """Return the seconds of forward on the machine."""
-        return self.job.forward_s(self._flops_per_s)
+        return self.job.work.forward_flops / self._flops_per_s
 
     @property
     def backward_s(self) -> float:
         """Return the seconds of backward on the machine."""
-        return self.job.backward_s(self._flops_per_s)
+        return self.job.work.backward_flops / self._flops_per_s
 
     @property
     def _flops_per_s(self) -> float:

@@ -16,8 +16,8 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, PhaseRates
+from perf_model.training_run.training_memory import TrainingMemory
 
 KNOWN_MACHINES = ("a100-pcie4", "h100-pcie5", "h200-pcie5", "gh200")
 RANKS = (1, 2, 4, 8)
@@ -80,7 +80,7 @@ class WindowSetting:
         assert profile.gpu_memory_bytes is not None
         assert profile.host_memory_bytes is not None
         return Budgets(
-            gpu_bytes=int(self.gpu_share * profile.gpu_memory_bytes) - self.job.gpu_bytes,
+            gpu_bytes=int(self.gpu_share * profile.gpu_memory_bytes) - TrainingMemory(self.job).gpu_bytes,
             host_bytes=profile.host_memory_bytes // self.job.ranks_on_node,
         )
 

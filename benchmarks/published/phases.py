@@ -21,10 +21,15 @@ from perf_model.prediction.network import Network
 from perf_model.presets.machines import HALF_ELEMENTS
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import FP32_BYTES
-from perf_model.training_run.job import GradientPath
-from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, MatrixRate, MicroBatch, Overheads, PhaseRates
-from perf_model.training_run.model import iteration_flops
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import (
+    PARAM_BYTES,
+    PUBLISHED_OVERHEADS,
+    GradientPath,
+    MatrixRate,
+    MicroBatch,
+    Overheads,
+    PhaseRates,
+)
 
 SEQUENCE = 2048
 """Tokens per sequence of all published runs."""
@@ -98,7 +103,8 @@ def micro_batch_seconds(run: MeasuredRun, rates: Mapping[str, float]) -> tuple[f
         layers=setting.layers,
         elements=tokens * setting.hidden,
         forward_flops=forward_flops,
-        backward_flops=iteration_flops(forward_flops, logits_flops, recompute=True) - forward_flops,
+        # Backward takes twice as long as forward, and the layers are recomputed.
+        backward_flops=3 * forward_flops - logits_flops,
         ranks=setting.ranks,
         gathered_bytes=model_bytes,
         reduced_bytes=model_bytes,

@@ -30,7 +30,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import PARAM_BYTES
 
 PRESETS = {
     "4xH100-80GB": MACHINES["h100-pcie5"],

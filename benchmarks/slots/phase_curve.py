@@ -16,6 +16,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import FP32_BYTES, STATES
 from perf_model.training_run.job import Job
+from perf_model.training_run.training_memory import TrainingMemory
 
 _NEVER_S = float("inf")
 _LAST_LAYER = 1.0 - 1e-12
@@ -43,8 +44,8 @@ class ActivationMemory:
     @classmethod
     def from_job(cls, job: Job) -> ActivationMemory:
         """Return the activations with which the memory of the GPU is predicted."""
-        activations = job.memory.activations
-        return cls(logits_bytes=activations.logits_bytes, layers_bytes=activations.kept_bytes)
+        activations = TrainingMemory(job)
+        return cls(logits_bytes=activations.logits_bytes, layers_bytes=activations.kept_bytes(job.shape.layers))
 
     @property
     def free_bytes(self) -> int:

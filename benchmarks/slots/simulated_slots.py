@@ -16,7 +16,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.job import GradientPath
+from perf_model.training_run.micro_batch import GradientPath
 
 DEFAULT_SLOTS = 2
 """The default of ``num_slots`` until the free memory is known, for placements that leave nothing to the planner."""

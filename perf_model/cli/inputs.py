@@ -17,12 +17,11 @@ from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.training_run.decoder import generic_model
-from perf_model.training_run.forecast import Forecast, forecast
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
-from perf_model.training_run.predictor import MemoryLimits, Overlap
 
 MAX_UNITS = 10_000
 """Planning for this many units takes seconds; for many more it would take hours."""
@@ -55,7 +54,7 @@ class Inputs:
 
     def forecast(self) -> Forecast:
         """Return the forecast of the best plan. Raise ``DoesNotFit``, with the remedy, if none fits."""
-        return forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
+        return Forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
 
 
 def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> list[Inputs]:

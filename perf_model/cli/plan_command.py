@@ -11,9 +11,8 @@ from perf_model.cli.screen import new_table, show
 from perf_model.cli.unit_runs import unit_runs
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.micro_batch import Overheads
-from perf_model.training_run.predictor import Infeasible
 from perf_model.units import DIGITS, billions, percent, seconds, significant, size
 
 MAX_ROWS = 20

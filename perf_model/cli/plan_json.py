@@ -12,9 +12,8 @@ from perf_model.cli.inputs import Inputs
 from perf_model.cli.unit_runs import unit_runs
 from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
-from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
 from perf_model.training_run.job import Job
-from perf_model.training_run.predictor import Infeasible, Outcome
 from perf_model.units import GB
 
 FORMAT = 2

@@ -19,9 +19,9 @@ from perf_model.prediction.hardware import ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.training_run.activations import SCORE_BYTES
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError
+from perf_model.training_run.training_memory import SCORE_BYTES
 from perf_model.units import GB
 
 

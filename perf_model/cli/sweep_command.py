@@ -13,9 +13,9 @@ from perf_model.cli.screen import new_table, show
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.placement import Placement
+from perf_model.training_run.forecast import Infeasible
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
-from perf_model.training_run.predictor import Infeasible
 from perf_model.units import DIGITS, seconds, significant
 
 SweepRow = dict[str, str | int | float | None]

@@ -11,9 +11,8 @@ from perf_model.schedule.cutting import partitions_in
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule
 from perf_model.schedule.workload import Unit
-from perf_model.training_run.forecast import Forecast
+from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.job import Job
-from perf_model.training_run.predictor import Infeasible
 from perf_model.units import DIGITS, seconds
 
 

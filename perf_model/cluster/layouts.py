@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perf_model.training_run.job import MAX_TOKENS
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_MICRO_BATCH = 64
@@ -47,7 +46,7 @@ class Cluster:
     @property
     def micro_batches(self) -> range:
         """Return the micro-batches that are tried if the user names none."""
-        return range(1, max(1, min(MAX_MICRO_BATCH, MAX_TOKENS // self.sequence)) + 1)
+        return range(1, MAX_MICRO_BATCH + 1)
 
     def tensor_parallel_sizes(self) -> list[int]:
         """Return the powers of two that divide the ranks of a node and the key-value heads of the model."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from perf_model.cluster.layouts import Cluster
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PhaseRates
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import PARAM_BYTES, PhaseRates
+from perf_model.training_run.training_memory import TrainingMemory
 
 GRADIENT_BYTES_PER_PARAM = 4
 """Bytes per gradient: Megatron-LM accumulates and reduces those of bf16 models in fp32."""
@@ -96,7 +96,8 @@ def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
     """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
     in_flight = micro_batches_in_flight(stages, micro_batches)
     states_bytes = (PARAM_BYTES + TRAINED_BYTES_PER_PARAM * job.trainable_share) * job.shard_numel / stages
-    return job.memory.context_bytes + states_bytes + job.activation_bytes * in_flight / stages
+    memory = TrainingMemory(job)
+    return memory.context_bytes + states_bytes + memory.activation_bytes * in_flight / stages
 
 
 def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, global_batch: int) -> float:

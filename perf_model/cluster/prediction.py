@@ -9,10 +9,9 @@ from perf_model.cluster.layouts import Layout
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.prediction.network import Network
-from perf_model.training_run.forecast import Forecast, forecast
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, MicroBatch, PhaseRates
-from perf_model.training_run.predictor import MemoryLimits, Overlap
 from perf_model.units import percent
 
 NEGLIGIBLY_LONGER = 1.005
@@ -62,7 +61,7 @@ def predict_layouts(
         sizes = layout._asdict()
         del sizes["data_parallel"]
         try:
-            found = forecast(replace(job, **sizes), profile, limits, overlap, unit_sizes, PUBLISHED_OVERHEADS)
+            found = Forecast(replace(job, **sizes), profile, limits, overlap, unit_sizes, PUBLISHED_OVERHEADS)
             fitting.append(_prediction(layout, found, profile))
         except DoesNotFit as error:
             unfit[layout] = error.rule

@@ -11,8 +11,7 @@ from typing import Any
 from perf_model.prediction.cost import GPU_STEP_BYTES, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
-from perf_model.training_run.micro_batch import TRAINING_SHARE, MatrixRate
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import PARAM_BYTES, TRAINING_SHARE, MatrixRate
 
 TABLE = Path(__file__).with_name("machines.csv")
 """One line per node, with the fields of ``MachinePreset``.

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
+from math import prod
 from typing import Any
 
-from perf_model.training_run.model import (
-    MAX_PARAMETERS,
-    MAX_SIZES,
-    ModelError,
-    ModelShape,
-    ParameterShape,
-    require_integer,
-)
+from perf_model.training_run.model import MAX_SIZES, ModelError, ModelShape, ParameterShape, require_integer
 
-MIN_PARAMETERS = 10**8
-"""The least number of parameters: in smaller models, the vocabulary decides."""
+MIN_PARAMETERS, MAX_PARAMETERS = 10**8, 10**14
+"""The numbers of parameters of generic models: in smaller ones, the vocabulary decides."""
 
 HEAD_DIM, SMALL_HEAD_DIM, LARGE_HIDDEN = 128, 64, 4096
 """The head dimension of Llama 3 8B, used from a width of ``LARGE_HIDDEN`` on, and of Llama 3.2 1B."""
@@ -32,65 +26,27 @@ LARGE_PARAMETERS = 4 * 10**9
 VOCAB, SMALL_VOCAB = 128_256, 50_304
 """The vocabularies of Llama 3, and of GPT-2 rounded up: used below 1e9 parameters."""
 
-Tensors = list[ParameterShape]
+_QKV = ("q_proj", "k_proj", "v_proj")
+_OF_GPT = (*_QKV, "o_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm")
+"""The modules with a bias in Qwen 2, and in a GPT."""
 
 
-def llama(
-    name: str,
-    *,
-    tied: bool = False,
-    qkv_bias: bool = False,
-    wider_layers: int = 0,
-    rest: int = 0,
-    source: str = "",
-    **sizes: Any,
-) -> ModelShape:
-    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are those of ``ModelShape``.
-
-    The feed-forward of the first ``wider_layers`` is wider by one. ``rest`` is the length of a vector ``model.rest``.
-    """
-    hidden = sizes["hidden"]
-    query, key_value = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
-
-    def layer(number: int) -> Tensors:
-        width = sizes["intermediate"] + (number < wider_layers)
-        return [
-            *_linear("self_attn.q_proj", hidden, query, bias=qkv_bias),
-            *_linear("self_attn.k_proj", hidden, key_value, bias=qkv_bias),
-            *_linear("self_attn.v_proj", hidden, key_value, bias=qkv_bias),
-            *_linear("self_attn.o_proj", query, hidden),
-            *_linear("mlp.gate_proj", hidden, width),
-            *_linear("mlp.up_proj", hidden, width),
-            *_linear("mlp.down_proj", width, hidden),
-            _vector("input_layernorm.weight", hidden),
-            _vector("post_attention_layernorm.weight", hidden),
-        ]
-
-    last = [_vector("model.norm.weight", hidden), *([_vector("model.rest", rest)] if rest else [])]
-    return _decoder(name, sizes, layer, positions=[], last=last, tied=tied, source=source)
+def llama(name: str, *, qkv_bias: bool = False, **sizes: Any) -> ModelShape:
+    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are those of ``ModelShape``."""
+    return _decoder(name, biases=_QKV if qkv_bias else (), **sizes)
 
 
 def gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, intermediate: int | None = None
 ) -> ModelShape:
-    """Return a GPT as in the Megatron-LM paper: biases, tied embeddings, and a feed-forward of four times the width.
+    """Return a GPT as in the Megatron-LM paper, with biases and tied embeddings, and with the names of Llama.
 
-    ``positions`` is the number of learned position embeddings, 0 for rotary ones. ``intermediate`` is another width of
-    the feed-forward. The parameters have names like those of Llama.
+    ``positions`` is the number of learned position embeddings, 0 for rotary ones. ``intermediate`` defaults to four
+    times the width.
     """
-    width = 4 * hidden if intermediate is None else intermediate
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "vocab": vocab}
-    sizes |= {"head_dim": hidden // heads, "intermediate": width}
-    of_layer = [
-        *(tensor for part in "qkvo" for tensor in _linear(f"self_attn.{part}_proj", hidden, hidden, bias=True)),
-        *_linear("mlp.up_proj", hidden, width, bias=True),
-        *_linear("mlp.down_proj", width, hidden, bias=True),
-        *_layer_norm("input_layernorm", hidden),
-        *_layer_norm("post_attention_layernorm", hidden),
-    ]
-    learned = [_vector("model.embed_positions.weight", positions * hidden)] if positions else []
-    last = _layer_norm("model.norm", hidden)
-    return _decoder(name, sizes, lambda number: of_layer, positions=learned, last=last, tied=True)
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "vocab": vocab}
+    sizes |= {"head_dim": hidden // heads, "positions": positions, "intermediate": intermediate or 4 * hidden}
+    return _decoder(name, biases=_OF_GPT, tied=True, gated=False, **sizes)
 
 
 def generic_model(numel: int, layers: int | None = None, hidden: int | None = None) -> ModelShape:
@@ -103,43 +59,34 @@ def generic_model(numel: int, layers: int | None = None, hidden: int | None = No
     for key, value in {"layers": layers, "hidden": hidden}.items():
         if value is not None:
             require_integer(f"--{key}", value, 1, MAX_SIZES[key], f"Correct --{key}.")
-    layers, hidden = _layers_and_hidden(numel, layers, hidden)
-    heads = max(1, hidden // _head_dim(hidden))
-
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "head_dim": _head_dim(hidden)}
-    sizes |= {"kv_heads": KV_HEADS if heads % KV_HEADS == 0 else heads}
-    sizes |= {"vocab": VOCAB if numel >= 10**9 else SMALL_VOCAB}
-    tied = numel < LARGE_PARAMETERS
-    narrowest = llama("", **sizes, intermediate=1, tied=tied)
-    more, rest = divmod(numel - narrowest.numel, layers * 3 * hidden)
-    intermediate = 1 + more
-    if not 1 <= intermediate <= MAX_SIZES["intermediate"]:
-        found = f"{numel:,} for {layers} layers of width {hidden:,}, which have {narrowest.numel:,} or more"
-        rule = "must leave some parameters to the feed-forward" if more < 0 else "needs more layers, or wider ones"
-        raise ModelError(f"--params: {rule}, found {found}.\nCorrect --layers or --hidden.")
-    # Up to 3 * layers further columns: the first layers are wider by one.
-    wider_layers, rest = divmod(rest, 3 * hidden)
-    source = (
-        f"a generic dense model with {layers} layers of width {hidden:,}, feed-forwards of {intermediate:,} and a "
-        f"vocabulary of {narrowest.vocab:,}; --layers and --hidden change it"
-    )
-    name = f"{numel / 1e9:.10g}B"
-    sizes |= {"intermediate": intermediate}
-    return llama(name, **sizes, tied=tied, wider_layers=wider_layers, rest=rest, source=source)
-
-
-def _layers_and_hidden(numel: int, layers: int | None, hidden: int | None) -> tuple[int, int]:
-    """Return layers and width: a layer has about 12 * hidden ** 2 parameters (arXiv 2104.04473, equation 2)."""
-    if layers is None and hidden is None:
-        layers = round((numel / (12 * HIDDEN_PER_LAYER**2)) ** (1 / 3))
+    # A layer has about 12 * hidden ** 2 parameters (arXiv 2104.04473, equation 2).
     if layers is None:
-        assert hidden is not None
-        return max(1, min(MAX_SIZES["layers"], round(numel / (12 * hidden**2)))), hidden
+        cubed = numel / (12 * HIDDEN_PER_LAYER**2)
+        layers = round(cubed ** (1 / 3) if hidden is None else numel / (12 * hidden**2))
+        layers = max(1, min(MAX_SIZES["layers"], layers))
     if hidden is None:
         width = (numel / (12 * layers)) ** 0.5
         step = KV_HEADS * _head_dim(width)
-        hidden = min(MAX_SIZES["hidden"], max(1, round(width / step)) * step)
-    return layers, hidden
+        hidden = max(1, round(width / step)) * step
+    heads = max(1, hidden // _head_dim(hidden))
+    kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"head_dim": _head_dim(hidden), "vocab": VOCAB if numel >= 10**9 else SMALL_VOCAB}
+    sizes |= {"tied": numel < LARGE_PARAMETERS}
+    least = llama("", **sizes, intermediate=1).numel
+    if numel < least:
+        found = f"{numel:,} for {layers} layers of width {hidden:,}, which have {least:,} or more"
+        rule = f"--params: must leave some parameters to the feed-forward, found {found}"
+        raise ModelError(f"{rule}.\nCorrect --layers or --hidden.")
+    more, rest = divmod(numel - least, layers * 3 * hidden)
+    # Up to 3 * layers further columns: the first layers are wider by one.
+    wider_layers, rest = divmod(rest, 3 * hidden)
+    source = (
+        f"a generic dense model with {layers} layers of width {hidden:,}, feed-forwards of {1 + more:,} and a "
+        f"vocabulary of {sizes['vocab']:,}; --layers and --hidden change it"
+    )
+    sizes |= {"intermediate": 1 + more, "wider_layers": wider_layers, "rest": rest, "source": source}
+    return llama(f"{numel / 1e9:.10g}B", **sizes)
 
 
 def _head_dim(hidden: float) -> int:
@@ -148,43 +95,56 @@ def _head_dim(hidden: float) -> int:
 
 def _decoder(
     name: str,
-    sizes: dict[str, Any],
-    layer: Callable[[int], Tensors],
     *,
-    positions: Tensors,
-    last: Tensors,
-    tied: bool,
+    biases: Collection[str],
+    gated: bool = True,
+    tied: bool = False,
+    positions: int = 0,
+    wider_layers: int = 0,
+    rest: int = 0,
     source: str = "",
+    **sizes: Any,
 ) -> ModelShape:
-    """Return the decoder with the parameters ``layer(i)`` in layer ``i``. ``tied``: the head has those of the table."""
-    hidden, vocab, heads = sizes["hidden"], sizes["vocab"], sizes["heads"]
-    table = ParameterShape("model.embed_tokens.weight", vocab * hidden, vocab * hidden, tied)
-    of_layers = [
-        tensor._replace(name=f"model.layers.{number}.{tensor.name}")
-        for number in range(sizes["layers"])
-        for tensor in layer(number)
-    ]
-    head = _linear("lm_head", hidden, vocab)
+    """Return a decoder. ``biases`` are the modules with a bias, and ``rest`` is the length of a further vector.
+
+    The feed-forward of the first ``wider_layers`` is wider by one. ``tied``: the head uses the table of tokens.
+    """
+    layers, hidden, vocab, head_dim = (sizes[key] for key in ("layers", "hidden", "vocab", "head_dim"))
+    query, key_value = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
+    # Parameters with two widths are multiplied. A table that is only looked up counts as a vector.
+    table = "model.embed_tokens.weight"
+    widths: dict[str, tuple[int, ...]] = {table: (vocab, hidden) if tied else (vocab * hidden,)}
+    if positions:
+        widths["model.embed_positions.weight"] = (positions * hidden,)
+    for number in range(layers):
+        width = sizes["intermediate"] + (number < wider_layers)
+        of_layer = {
+            "self_attn.q_proj": (hidden, query),
+            "self_attn.k_proj": (hidden, key_value),
+            "self_attn.v_proj": (hidden, key_value),
+            "self_attn.o_proj": (query, hidden),
+            **({"mlp.gate_proj": (hidden, width)} if gated else {}),
+            "mlp.up_proj": (hidden, width),
+            "mlp.down_proj": (width, hidden),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        widths |= {f"model.layers.{number}.{module}.weight": each for module, each in of_layer.items()}
+    widths["model.norm.weight"] = (hidden,)
+    if rest:
+        widths["model.rest"] = (rest,)
+    if not tied:
+        widths["lm_head.weight"] = (hidden, vocab)
+    tensors = []
+    for parameter, each in widths.items():
+        tensors.append(ParameterShape(parameter, prod(each), prod(each), len(each) == 2))
+        if parameter.split(".")[-2] in biases:
+            tensors.append(ParameterShape(parameter.replace("weight", "bias"), each[-1], each[-1], False))
     return ModelShape(
         name=name,
         **sizes,
-        scores_width=sizes["layers"] * heads * 2 * sizes["head_dim"],
-        tensors=(table, *positions, *of_layers, *last, *([] if tied else head)),
-        tied=((head[0].name, table.name),) if tied else (),
+        scores_width=layers * query * 2,
+        tensors=tuple(tensors),
+        tied=(("lm_head.weight", table),) if tied else (),
         source=source,
     )
-
-
-def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Tensors:
-    numel = inputs * outputs
-    weight = ParameterShape(f"{name}.weight", numel, numel, True)
-    return [weight, _vector(f"{name}.bias", outputs)] if bias else [weight]
-
-
-def _layer_norm(name: str, width: int) -> Tensors:
-    return [_vector(f"{name}.weight", width), _vector(f"{name}.bias", width)]
-
-
-def _vector(name: str, numel: int) -> ParameterShape:
-    """Return a parameter that no token is multiplied by: a bias, the weight of a norm or a table."""
-    return ParameterShape(name, numel, numel, False)

@@ -2,81 +2,314 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
-from perf_model.plan_request import PlanRequest, SizedPlan
-from perf_model.planner import PlannedUpdate
+from perf_model.plan_request import PlanRequest
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse
+from perf_model.prediction.memory import (
+    GPU_MARGIN_BYTES,
+    Budgets,
+    DoesNotFit,
+    MemoryUse,
+    excess_of,
+    memory_of,
+    reserved_by_stock,
+)
 from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import simulate
 from perf_model.prediction.work_bound import Bound, work_bound
-from perf_model.training_run.job import GradientPath, Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads
-from perf_model.training_run.predictor import Infeasible, MemoryLimits, Outcome, Overlap, PredictedIteration, Predictor
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.lowering import forward_order, serial_schedule
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
+from perf_model.schedule.workload import Workload
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, GradientPath, Overheads, PhaseRates
+from perf_model.training_run.training_memory import TrainingMemory, reserved_host_bytes
+from perf_model.units import DIGITS, size
+
+NO_OFFLOAD_BYTES_PER_PARAM = 14
+"""Bytes per parameter of the partition of a rank without offloading: fp32 p, m, v and the 16-bit gradient."""
+
+LIMITS_TO_LIFT = {
+    "gpu_bytes": "GPU memory: raise --gpu-memory-gb, or lower --gpu-memory-margin-gb.",
+    "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb.",
+    "pinned_bytes": "Pinned memory: raise --pinned-memory-gb.",
+}
+"""The options that raise each budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """The predicted iteration with the best plan, which was found for ``request``, and with the alternatives."""
+class PredictedIteration:
+    """The predicted seconds of one training iteration, over all of its micro-batches.
 
-    job: Job
-    predictor: Predictor
-    request: PlanRequest
-    chosen: SizedPlan
-    predicted: PredictedIteration
+    ``update_s`` is exposed and hidden time together, ``fixed_s`` is in none of the phases, and ``mfu`` is None if the
+    peak of the GPU is unknown.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    exposed_update_s: float
+    fixed_s: float
+    tokens_per_s: float
+    mfu: float | None
+
+    @property
+    def iteration_s(self) -> float:
+        """Return the seconds of the iteration: of the update, only the exposed time counts."""
+        return self.forward_s + self.backward_s + self.exposed_update_s + self.fixed_s
+
+    @property
+    def hidden_update_s(self) -> float:
+        """Return the seconds of the update that backward and forward hide."""
+        return max(0.0, self.update_s - self.exposed_update_s)
+
+    def to_json_dict(self) -> dict[str, float | None]:
+        """Return the figures as they are written to JSON."""
+        return {**asdict(self), "iteration_s": self.iteration_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infeasible:
+    """An alternative that cannot run, and the reason."""
+
+    reason: str
+
+
+Outcome = PredictedIteration | Infeasible
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimits:
+    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank; None is unlimited.
+
+    Only units that rules by name place on the GPU may use ``gpu_margin`` of its memory, as in training.
+    """
+
+    gpu: int | None
+    host: int | None
+    pinned: int | None = None
+    gpu_margin: int = GPU_MARGIN_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Whether the update may overlap with backward and with the next forward; by default as in training."""
+
+    backward: bool = True
+    forward: bool = True
+
+
+class Forecast:
+    """The predicted iteration of a job on one machine with the best plan, and with the alternatives.
+
+    Whether a plan fits does not depend on ``overlap`` or ``overheads``: slots, residents and gradients take memory in
+    every phase. The windows of the update are the last backward of a step and the first forward of the next one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        profile: HardwareProfile,
+        limits: MemoryLimits,
+        overlap: Overlap,
+        unit_sizes: Iterable[int],
+        overheads: Overheads = NO_OVERHEADS,
+    ) -> None:
+        """Find the plan that exposes the least time over the unit sizes.
+
+        ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit``, with the
+        remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
+        """
+        self.job, self._profile, self._limits = job, profile, limits
+        self._has_gpu = profile.has_accelerator
+        self._rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
+        self._training = TrainingMemory(job)
+        self.reserved_host_bytes = reserved_host_bytes(job.ranks_on_node, has_gpu=self._has_gpu)
+        gpu = None if limits.gpu is None else limits.gpu - limits.gpu_margin
+        host = None
+        if limits.host is not None:
+            host = (limits.host - self.reserved_host_bytes) // job.ranks_on_node - job.frozen_host_bytes
+        self._training_limit = gpu if self._has_gpu else host
+        left = None if self._training_limit is None else self._training_limit - self._bytes_of(self._training)
+        self.cost = CostModel.from_profile(profile, PARAM_BYTES, params_on_host=job.offload_param)
+        setup, self.windows = job.setup, Windows()
+        if self._has_gpu:
+            self.windows = Windows(
+                backward_s=job.work.backward_s(self._rates) if overlap.backward else 0.0,
+                forward_s=job.work.forward_s(self._rates) if overlap.forward else 0.0,
+            )
+            if left is not None and left >= 0:
+                # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
+                left = max(0, left + limits.gpu_margin - self._training.cache_bytes)
+            available = Budgets(gpu_bytes=left, host_bytes=host, pinned_bytes=limits.pinned)
+        else:
+            # A CPU that trains updates the parameters of the model in place, and not while it trains. The model is also
+            # in host memory, and there is no accelerator to stream to.
+            setup = replace(setup, widths=replace(setup.widths, publishes=False))
+            self.cost = self.cost.without_accelerator()
+            available = Budgets(gpu_bytes=0, host_bytes=left, pinned_bytes=limits.pinned)
+        request = self._of_all_memory = PlanRequest(
+            sub_groups=job.sub_groups,
+            unit_sizes=tuple(unit_sizes),
+            cost=self.cost,
+            budgets=available,
+            windows=self.windows,
+            setup=setup,
+            rules=job.rules,
+            uses=job.shape.uses(),
+        )
+        self.budgets = available.with_gpu_margin(limits.gpu_margin, request.fixed_bytes)
+        if self.budgets.gpu_bytes is not None and self.budgets.gpu_bytes < request.fixed_bytes:
+            # As in training, rules by name do not ask for the sums of other units on the accelerator.
+            request = _without_sums(request)
+        self.request = replace(request, budgets=self.budgets)
+        try:
+            self.chosen = self.request.plan()
+        except DoesNotFit as error:
+            raise DoesNotFit(error.missing, self._remedy(error.missing)) from None
+        self.planned, self.unit_size = self.chosen.planned, self.chosen.unit_size
+        path = GradientPath.for_plan(self.chosen.plan, self.request.setup)
+        self.predicted = self._iteration(self.planned.update_s, self.planned.exposed_s, path)
+
+    def _remedy(self, missing: Iterable[str]) -> str:
+        """Return which options raise the budgets ``missing``, and which changes of the job take less memory."""
+        limit, training_bytes, alone = self._training_limit, self._bytes_of(self._training), ""
+        if limit is not None and limit < training_bytes:
+            alone = (
+                f"Without the optimizer, training takes {size(training_bytes, DIGITS)} of the {size(max(0, limit))} of "
+                f"{'GPU memory less the margin' if self._has_gpu else 'host memory per rank'}, "
+                f"{size(self._training.activation_bytes, DIGITS)} of them for activations. "
+            )
+        changes = ["more ranks", "a smaller --micro-batch", "a shorter --sequence"]
+        changes += ["--offload-param"] if self._has_gpu and not self.job.offload_param else []
+        changes += [] if self.job.recompute else ["recomputation (leave out --no-recompute)"]
+        lifted = " ".join(LIMITS_TO_LIFT[name] for name in missing)
+        return f"{lifted}\n{alone}Or train with {', '.join(changes[:-1])} or {changes[-1]}."
+
+    def _bytes_of(self, training: TrainingMemory) -> int:
+        """Return the bytes of the device that trains, without the optimizer."""
+        return training.gpu_bytes if self._has_gpu else training.allocated_bytes
+
+    def _iteration(
+        self, update_s: float, exposed_s: float, path: GradientPath, job: Job | None = None
+    ) -> PredictedIteration:
+        """Return the iteration of ``job``. Each backward takes at least as long as the copies of its gradients."""
+        job, peak = job or self.job, self._profile.gpu_peak_flops
+        computed_s = job.work.backward_s(self._rates)
+        last_s, earlier_s = (max(computed_s, copies_s) for copies_s in path.seconds(self._profile))
+        found = PredictedIteration(
+            forward_s=job.accumulation * job.work.forward_s(self._rates),
+            backward_s=(job.accumulation - 1) * earlier_s + last_s,
+            update_s=update_s,
+            exposed_update_s=exposed_s,
+            fixed_s=self._rates.overheads.iteration_s,
+            tokens_per_s=0.0,
+            mfu=None,
+        )
+        mfu = None if peak is None else job.mfu(found.iteration_s, peak)
+        return replace(found, tokens_per_s=job.tokens / found.iteration_s, mfu=mfu)
 
     @cached_property
     def baselines(self) -> dict[str, Outcome]:
-        """Return the alternatives."""
-        return self.predictor.baselines(self.planned, self.budgets)
+        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups.
+
+        Twin-Flow gets as much GPU memory as the plan takes. All of them keep to the ``budgets`` of the plan.
+        """
+        workload, no_gpu_adam = self.planned.plan.workload, None
+        if Placement.STREAMED not in self.cost.placements:
+            lacking = "the profile has no rate of Adam on the accelerator"
+            no_gpu_adam = Infeasible(reason=lacking if self._has_gpu else "the CPU is the only accelerator")
+        return {
+            "stock": self._deepspeed(residents=0),
+            "twin_flow": no_gpu_adam or self._deepspeed(self._residents_of_twin_flow()),
+            "all_cpu": self._placed(place_all(workload, Placement.CPU)),
+            "all_streamed": no_gpu_adam or self._placed(place_all(workload, Placement.STREAMED)),
+            "stride_2": no_gpu_adam or self._placed(place_by_stride(workload, 2)),
+            "no_offload": no_gpu_adam or self._no_offload(),
+        }
+
+    def _placed(self, placements: tuple[Placement, ...]) -> Outcome:
+        """Return the iteration of our runtime with these placements.
+
+        As with placements of the config, units are updated in the order in which forward first uses them, through the
+        default number of slots, and the sums of gradients of the CPU's units are in host memory if they do not fit.
+        """
+        request, workload = self._of_all_memory, self.planned.plan.workload
+        order = forward_order(workload, placements, request.first_use_of(workload))
+        plan = UpdatePlan(workload=workload, placements=placements, num_slots=DEFAULT_NUM_SLOTS, order=order)
+        if self.budgets.missing(memory_of(plan, request.setup)):
+            request = _without_sums(request)
+        if excess := self.budgets.missing(memory_of(plan, request.setup)):
+            return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
+        update = request.evaluate(plan)
+        return self._iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, request.setup))
+
+    def _deepspeed(self, residents: int) -> Outcome:
+        """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
+        plan, offload_param = self._plan_of_deepspeed(residents), self.job.offload_param
+        reserved = MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))
+        if offload_param:
+            # The trained parameters. The budget is what the frozen ones leave.
+            reserved = replace(reserved, host_bytes=reserved.host_bytes + plan.workload.numel * PARAM_BYTES)
+        if missing := self.budgets.missing(reserved):
+            return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
+        cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=offload_param)
+        update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
+        return self._iteration(update_s, update_s, GradientPath.for_stock(plan))
+
+    def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
+        """Return the plan in which the first sub-groups are on the GPU (``stage3.py``, ``subgroup_to_device``)."""
+        workload = Workload.from_numels(self.planned.plan.workload.sub_group_numels)
+        on_cpu = len(workload.units) - residents
+        placements = (Placement.RESIDENT,) * residents + (Placement.CPU,) * on_cpu
+        return UpdatePlan(workload=workload, placements=placements, num_slots=1)
+
+    def _residents_of_twin_flow(self) -> int:
+        """Return how many sub-groups Twin-Flow can keep in as much GPU memory as the plan takes."""
+
+        def is_too_many(residents: int) -> bool:
+            reserved = reserved_by_stock(self._plan_of_deepspeed(residents), PARAM_BYTES)
+            return MemoryUse.from_reservations(reserved).gpu_bytes > self.planned.memory.gpu_bytes
+
+        count = len(self.planned.plan.workload.sub_group_numels)
+        return bisect_left(range(1, count + 1), True, key=is_too_many)
+
+    def _no_offload(self) -> Outcome:
+        if self._training_limit is not None and self.no_offload_bytes > self._training_limit:
+            limit = f"{size(self._training_limit)} that --gpu-memory-gb and its margin leave"
+            return Infeasible(reason=f"does not fit: {size(self.no_offload_bytes, DIGITS)} of {limit}")
+        cost = CostModel.from_profile(self._profile, PARAM_BYTES)
+        update_s = cost.load(ActionKind.GPU_STEP, self.planned.plan.workload.numel).total_s
+        return self._iteration(update_s, update_s, GradientPath(), replace(self.job, offload_param=False))
+
+    @cached_property
+    def no_offload_bytes(self) -> int:
+        """Return the memory per rank of training without offloading, on the device that trains."""
+        training = TrainingMemory(replace(self.job, offload_param=False))
+        return self._bytes_of(training) + NO_OFFLOAD_BYTES_PER_PARAM * self.planned.plan.workload.numel
 
     @property
     def memory(self) -> MemoryUse:
         """Return the peak memory of training: per GPU, and the other bytes per node.
 
-        It includes the model, its activations and the cache of PyTorch on the device that trains, and
-        ``reserved_host_bytes`` of host memory for everything else. It is the peak of every phase, because the memory of
-        the optimizer is also reserved during forward and backward.
+        It includes the model, activations, PyTorch's cache, as far as there is memory for it, and
+        ``reserved_host_bytes`` for everything else.
         """
-        return self.predictor.memory(self.planned.memory)
-
-    @property
-    def reserved_host_bytes(self) -> int:
-        """Return the host memory of a node for the system and the processes."""
-        return self.predictor.reserved_host_bytes
-
-    @property
-    def no_offload_bytes(self) -> int:
-        """Return the memory per rank of training without offloading, on the device that trains."""
-        return self.predictor.no_offload_bytes(self.planned.plan.workload)
-
-    @property
-    def planned(self) -> PlannedUpdate:
-        """Return the plan with its prediction."""
-        return self.chosen.planned
-
-    @property
-    def unit_size(self) -> int:
-        """Return the size that the units of the plan were cut to."""
-        return self.chosen.unit_size
-
-    @property
-    def cost(self) -> CostModel:
-        """Return the costs that the plan was made with."""
-        return self.request.cost
-
-    @property
-    def budgets(self) -> Budgets:
-        """Return the memory that the plan may take."""
-        return self.request.budgets
-
-    @property
-    def windows(self) -> Windows:
-        """Return the windows that the plan was made for."""
-        return self.request.windows
+        optimizer, ranks, training_bytes = self.planned.memory, self.job.ranks_on_node, self._bytes_of(self._training)
+        gpu_bytes, host_bytes = 0, optimizer.host_bytes + training_bytes
+        if self._has_gpu:
+            taken_bytes = optimizer.gpu_bytes + training_bytes
+            held_bytes = taken_bytes + self._training.cache_bytes
+            gpu_bytes = max(taken_bytes, min(held_bytes, self._limits.gpu or held_bytes))
+            host_bytes = optimizer.host_bytes + self.job.frozen_host_bytes
+        host_bytes = self.reserved_host_bytes + ranks * host_bytes
+        return MemoryUse(gpu_bytes=gpu_bytes, host_bytes=host_bytes, pinned_bytes=ranks * optimizer.pinned_bytes)
 
     @cached_property
     def bound(self) -> Bound:
@@ -87,8 +320,7 @@ class Forecast:
     def first_use(self) -> tuple[int, ...]:
         """Return the units of the plan in the order in which forward first uses them."""
         workload = self.planned.plan.workload
-        first_use = self.request.first_use_of(workload)
-        return tuple(range(len(workload.units))) if first_use is None else first_use
+        return self.request.first_use_of(workload) or tuple(range(len(workload.units)))
 
     def speed_up(self, outcome: Outcome) -> float | None:
         """Return how many times as fast as stock an iteration of ``outcome`` is, or None if one of both cannot run."""
@@ -98,25 +330,6 @@ class Forecast:
         return stock.iteration_s / outcome.iteration_s
 
 
-def forecast(
-    job: Job,
-    profile: HardwareProfile,
-    limits: MemoryLimits,
-    overlap: Overlap,
-    unit_sizes: Iterable[int],
-    overheads: Overheads = NO_OVERHEADS,
-) -> Forecast:
-    """Return the forecast of the plan that exposes the least time over the unit sizes.
-
-    ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit``, with the remedy,
-    if no plan fits, and ``ProfileError`` if the profile lacks a rate.
-    """
-    predictor = Predictor(job, profile, limits, overlap, overheads)
-    request = predictor.request(unit_sizes)
-    try:
-        chosen = request.plan()
-    except DoesNotFit as error:
-        raise DoesNotFit(error.missing, predictor.remedy(error.missing)) from None
-    planned, path = chosen.planned, GradientPath.for_plan(chosen.planned.plan, request.setup)
-    predicted = predictor.iteration(planned.update_s, planned.exposed_s, path)
-    return Forecast(job=job, predictor=predictor, request=request, chosen=chosen, predicted=predicted)
+def _without_sums(request: PlanRequest) -> PlanRequest:
+    """Return ``request`` if the gradients of units that the CPU updates are accumulated in host memory."""
+    return replace(request, setup=replace(request.setup, sums_on_accelerator=False))

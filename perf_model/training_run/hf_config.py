@@ -94,57 +94,65 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     transformers.logging.set_verbosity(logging.ERROR)
     config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     text = config.get_text_config()
-    sizes: dict[str, Any] = {
-        "layers": _size(text, "num_hidden_layers"),
-        "hidden": _size(text, "hidden_size"),
-        "vocab": _size(text, "vocab_size"),
-    }
-    for key, size in sizes.items():
-        require_integer(f"{key} of {shorten(values['model_type'])}", size, 1, MAX_SIZES[key], _WITHOUT_CONFIG)
-    with torch.device("meta"):
-        model = _model_class(config).from_config(config, trust_remote_code=False)
-    tensors, tied = _parameters_of(model, text)
-    heads = _size(text, "num_attention_heads")
-    kv_heads = _size(text, "num_key_value_heads") or heads
+
+    def size(*keys: str) -> int:
+        """Return the first of these sizes that the config names."""
+        found = (getattr(text, key, None) for key in keys)
+        return next((value for value in found if type(value) is int and value > 0), 0)
+
+    layers, hidden, vocab = size("num_hidden_layers"), size("hidden_size"), size("vocab_size")
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "vocab": vocab}
+    for key, found in sizes.items():
+        require_integer(f"{key} of {shorten(values['model_type'])}", found, 1, MAX_SIZES[key], _WITHOUT_CONFIG)
+    heads, chosen, experts = size("num_attention_heads"), size(*_EXPERTS_PER_TOKEN), size(*_EXPERTS)
+    kv_heads = size("num_key_value_heads") or heads
     if heads % (kv_heads or 1):
         rule = f"num_key_value_heads: must divide the number of heads, {heads}, found {kv_heads}"
         raise ModelError(f"{rule}.\nCorrect the config.json.")
+    if 0 < experts < chosen:
+        rule = f"experts per token: must be at most the number of experts, {experts}, found {chosen}"
+        raise ModelError(f"{rule}.\nCorrect the config.json.")
+    names = (name for mapping, name in _MODEL_CLASSES if type(config) in getattr(transformers, mapping))
+    with torch.device("meta"):
+        model = getattr(transformers, next(names, "AutoModel")).from_config(config, trust_remote_code=False)
+    active = (chosen, experts) if chosen and experts else (1, 1)
+    tensors, tied = _parameters_of(model, {type(config), type(text)}, active)
     # In latent attention, the values of all heads have a width of their own, and the queries another one.
-    value_dim = _size(text, "v_head_dim")
-    head_dim = value_dim or _size(text, "head_dim") or (sizes["hidden"] // heads if heads else 0)
-    query_dim = _size(text, "qk_nope_head_dim") + _size(text, "qk_rope_head_dim") if value_dim else head_dim
+    value_dim = size("v_head_dim")
+    head_dim = value_dim or size("head_dim") or (hidden // heads if heads else 0)
+    query_dim = size("qk_nope_head_dim") + size("qk_rope_head_dim") if value_dim else head_dim
     return ModelShape(
         name=name,
         **sizes,
         heads=heads,
         kv_heads=heads if value_dim else kv_heads,
         head_dim=head_dim,
-        intermediate=_active_width(tensors, sizes["hidden"]) or _size(text, "intermediate_size"),
-        scores_width=sizes["layers"] * heads * (query_dim + head_dim),
+        intermediate=_active_width(tensors, hidden) or size("intermediate_size"),
+        scores_width=layers * heads * (query_dim + head_dim),
         tensors=tuple(tensors),
         tied=tuple(tied),
         source=f"counted by {type(model).__name__} of transformers {transformers.__version__}",
     )
 
 
-def _model_class(config: Any) -> Any:
+def _parameters_of(
+    model: Any, configs: set[type], active: tuple[int, int]
+) -> tuple[list[ParameterShape], list[tuple[str, str]]]:
+    """Return the parameters of ``model``, and each further name of a tied one with its first name.
+
+    A token passes the modules with a config of the types ``configs``, and of experts the share ``active``.
+    """
+    import torch
     import transformers
 
-    for mapping, name in _MODEL_CLASSES:
-        if type(config) in getattr(transformers, mapping):
-            return getattr(transformers, name)
-    return transformers.AutoModel
-
-
-def _parameters_of(model: Any, text: Any) -> tuple[list[ParameterShape], list[tuple[str, str]]]:
-    """Return the parameters of ``model``, and each further name of a tied one with its first name."""
-    import torch
-
-    chosen, count = _active_share(text)
-    not_multiplied = _other_modalities(model, text)
+    not_multiplied = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, transformers.PreTrainedModel) and type(module.config) not in configs
+        for parameter in module.parameters()
+    }
     not_multiplied |= {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None:
+    if (head := model.get_output_embeddings()) is not None:
         # A tied embedding is looked up, and multiplied for the logits.
         not_multiplied -= {id(head.weight)}
     found, first_names, tied = [], dict[int, str](), []
@@ -154,21 +162,11 @@ def _parameters_of(model: Any, text: Any) -> tuple[list[ParameterShape], list[tu
             continue
         first_names[id(parameter)] = name
         numel = parameter.numel()
-        active = numel * chosen // count if ".experts." in name else numel
+        active_numel = numel * active[0] // active[1] if ".experts." in name else numel
         # The biases of experts also form a matrix.
         matrix = parameter.dim() >= 2 and not name.endswith("bias")
-        found.append(ParameterShape(name, numel, active, matrix and id(parameter) not in not_multiplied))
+        found.append(ParameterShape(name, numel, active_numel, matrix and id(parameter) not in not_multiplied))
     return found, tied
-
-
-def _active_share(text: Any) -> tuple[int, int]:
-    """Return how many experts a token is routed to, and how many there are; the same numbers if it is not known."""
-    count = next((size for key in _EXPERTS if (size := _size(text, key))), 0)
-    chosen = next((size for key in _EXPERTS_PER_TOKEN if (size := _size(text, key))), 0)
-    if 0 < count < chosen:
-        rule = f"experts per token: must be at most the number of experts, {count}, found {chosen}"
-        raise ModelError(f"{rule}.\nCorrect the config.json.")
-    return (chosen, count) if chosen and count else (1, 1)
 
 
 def _active_width(tensors: list[ParameterShape], hidden: int) -> int:
@@ -180,21 +178,3 @@ def _active_width(tensors: list[ParameterShape], hidden: int) -> int:
             widths[layer] = widths.get(layer, 0) + tensor.active_numel // hidden
     with_experts = {tensor.name.partition(".mlp.")[0] for tensor in tensors if ".experts." in tensor.name}
     return max((widths[layer] for layer in with_experts & widths.keys() or widths), default=0)
-
-
-def _other_modalities(model: Any, text: Any) -> set[int]:
-    """Return the identities of the parameters of encoders for images and sound, which no token of a text passes."""
-    import transformers
-
-    kinds = {type(model.config), type(text)}
-    return {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, transformers.PreTrainedModel) and type(module.config) not in kinds
-        for parameter in module.parameters()
-    }
-
-
-def _size(config: Any, key: str) -> int:
-    value = getattr(config, key, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -1,28 +1,22 @@
-"""Compute the GPU memory that training takes without the optimizer: parameters, buckets, gradients and activations.
+"""Compute the memory that training takes without the optimizer: parameters, buckets, gradients and activations.
 
 DeepSpeed's sizes are read from ``runtime/zero/stage3.py``, ``partition_parameters.py`` and
-``partitioned_param_coordinator.py``. Parameters and gradients are in bf16.
+``partitioned_param_coordinator.py``, and activations from Hugging Face's Llama. Parameters and gradients are in bf16.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from perf_model.prediction.memory import SIXTEEN_BIT
-from perf_model.training_run.activations import Activations
-from perf_model.training_run.model import LAST_PRODUCTS, layer_and_module
-from perf_model.training_run.shards import shard_numel
-
-PARAM_BYTES = SIXTEEN_BIT.param
-"""Bytes per parameter of a bf16 model, and per element of its gradients."""
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PARAM_BYTES
+from perf_model.training_run.model import LAST_PRODUCTS, layer_and_module, layer_in
 
 CONTEXT_BYTES = 1_650_000_000
 """GPU memory that the driver, CUDA and the libraries of one process take outside PyTorch's allocator. The driver
 reported it in a published run on one A100 (``act-output-13B-monitor-mem-single-GPU`` of
-github.com/mauryaavinash95/deep-optimizer-states-results), 0.6 GB of it before the process began."""
+github.com/mauryaavinash95/deep-optimizer-states-results), 0.6 GB of it before the process started."""
 
 COMMUNICATION_BYTES = 2_640_000_000
 """GPU memory that NCCL takes in addition where several ranks train: the driver reported 4.29 GB outside PyTorch's
@@ -34,19 +28,42 @@ WORKSPACE_BYTES = 400_000_000
 
 CACHE_SHARE = 1.75
 """The bytes that PyTorch's cache holds at the peak, as a multiple of gathered parameters and gradients in flight.
-
-DeepSpeed gathers, computes and reduces on three streams. The allocator reuses memory on the stream that freed it, and
-not before other streams have finished with it. ``tests/model/test_training_memory.py`` compares the sum with all
-published peaks.
-"""
-
+Memory is reused on the stream that freed it, and not before the others of DeepSpeed's three streams have finished with
+it. ``tests/model/test_training_memory.py`` compares the sum with all published peaks."""
 
 NORM_BYTES, NORM_CHUNK = 8, 250_000_000
 """DeepSpeed computes the norm of a partition in fp64, in chunks of so many elements (``_constant_buffered_norm2``)."""
 
+SYSTEM_BYTES, RANK_BYTES = 7_300_000_000, 6_650_000_000
+"""Host memory of the operating system, and of each process that trains on a GPU: Python, CUDA, page-locked pools and
+data loader. The published logs have 13.0 GiB in use with one rank (``act-output-13B-scale-gaps-scale-DP``) and 31.6 GiB
+with four (``act-output-20B-scale-twinflow``) before the optimizer takes any."""
+
+CPU_RANK_BYTES = 500_000_000
+"""Host memory of a process that trains on the CPU: measured after the import of DeepSpeed and Transformers."""
+
+SCORE_BYTES: dict[str, tuple[int, int]] = {"flash": (0, 0), "fused_softmax": (2, 4), "eager": (6, 12)}
+"""Bytes per attention score that a layer keeps for backward, and that exist while backward computes its gradient.
+``eager`` is the attention of Transformers without a fused kernel, whose softmax is in fp32, and ``fused_softmax`` the
+one of Megatron-LM without flash attention."""
+
+LOGIT_BYTES, LOGIT_GRADIENT_BYTES = 14, 4
+"""Bytes per logit in the backward of the loss (``transformers/loss/loss_utils.py``): the logarithm of the softmax, its
+gradient and that of the logits in fp32, and the logits in bf16, while the caller has the outputs of the model. When the
+gradient of the head's weight exists, the logits and their gradient are left, in bf16."""
+
 BEFORE_FEED_FORWARD = ("input_layernorm", "self_attn", "attention", "attn", "ln_1")
 TABLES = ("embed", "wte", "wpe")
-"""Parts of the names of parameters, by the time at which backward computes their gradients."""
+NORM_BIASES = ("norm.bias", "layernorm.bias", "ln_1.bias", "ln_f.bias", "layer_norm.bias")
+"""Parts of the names of parameters before the feed-forward, of tables, and of the biases that only LayerNorm has."""
+
+
+def reserved_host_bytes(ranks: int, *, has_gpu: bool) -> int:
+    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes.
+
+    Weights that are loaded at start are not counted: they are on the GPU before the optimizer takes host memory.
+    """
+    return SYSTEM_BYTES + RANK_BYTES * ranks if has_gpu else CPU_RANK_BYTES * ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +79,17 @@ class ZeroSizes:
 DEFAULT_SIZES = ZeroSizes()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingMemory:
-    """The GPU memory of one of ``world_size`` ranks that train with ZeRO-3, without the optimizer's states.
+    """The GPU memory of one rank of ``job`` without the optimizer's states.
 
-    Gradients that are accumulated on the GPU, or kept there for an update, belong to the plan. ``params_on_host``: the
-    partitions of the parameters are in host memory. ``trainable_share`` of each parameter has gradients.
+    Gradients that are accumulated on the GPU, or kept there for an update, belong to the plan. With recomputation,
+    backward has all activations of one layer, and only the inputs of the layers that it has not reached; otherwise it
+    has all activations of those. Tensor-parallel ranks divide the heads and the width of the feed-forward (arXiv
+    2205.05198, section 4.2.1), and each has all logits, which AutoTP gathers.
     """
 
-    activations: Activations
-    world_size: int
-    params_on_host: bool = False
-    trainable_share: float = 1.0
+    job: Job
     sizes: ZeroSizes = DEFAULT_SIZES
 
     @property
@@ -84,27 +100,28 @@ class TrainingMemory:
     @property
     def context_bytes(self) -> int:
         """Return the bytes that the framework takes: outside PyTorch's allocator, and for its workspaces."""
-        return CONTEXT_BYTES + WORKSPACE_BYTES + (COMMUNICATION_BYTES if self.world_size > 1 else 0)
+        return CONTEXT_BYTES + WORKSPACE_BYTES + (COMMUNICATION_BYTES if self.job.world_size > 1 else 0)
 
     @property
     def cache_bytes(self) -> int:
         """Return the bytes that PyTorch's cache holds at the peak in addition.
 
-        They are not needed: if an allocation fails, PyTorch gives them back and tries again, which takes time.
+        They are not needed: if an allocation fails, PyTorch frees them and tries again, which takes time.
         """
-        in_flight = max(gradients for _, gradients in self._moments())
-        return round(CACHE_SHARE * (self.gathered_bytes + in_flight))
+        return round(CACHE_SHARE * (self.gathered_bytes + max(gradients for _, gradients in self.moments)))
 
     @cached_property
     def allocated_bytes(self) -> int:
         """Return the bytes of all tensors at the peak, which is in backward."""
-        peak = max(self.activations.peak_bytes, max(map(sum, self._moments())))
+        peak = max(self.activation_bytes, *map(sum, self.moments))
         return self.partition_bytes + self.bucket_bytes + self.gathered_bytes + peak
 
     @property
     def partition_bytes(self) -> int:
-        """Return the bytes of this rank's partitions of the parameters."""
-        return 0 if self.params_on_host else PARAM_BYTES * sum(self._partition(numel) for _, numel in self._parameters)
+        """Return the bytes of this rank's partitions of the parameters, 0 if these are in host memory."""
+        return (
+            0 if self.job.offload_param else PARAM_BYTES * sum(map(self.job.partition_numel, self.job.shards.values()))
+        )
 
     @property
     def bucket_bytes(self) -> int:
@@ -119,85 +136,135 @@ class TrainingMemory:
         are gathered beyond that limit. Several small parameters are gathered together, and copied out of the buffer
         when the first of them is used. A single rank uses its partitions, unless they are in host memory.
         """
-        if self._data_parallel == 1 and not self.params_on_host:
+        if self.job.data_parallel == 1 and not self.job.offload_param:
             return 0
-        gathered = {name: numel for name, numel in self._parameters if numel > self.sizes.persistence_threshold}
+        shards, sizes = self.job.shards, self.sizes
+        gathered = {name: numel for name, numel in shards.items() if numel > sizes.persistence_threshold}
         total = sum(gathered.values())
-        persistent = sum(numel for _, numel in self._parameters) - total
         layer = sum(numel for name, numel in gathered.items() if (layer_and_module(name) or ("",))[0] == 0)
-        beyond_limit = 2 * max(gathered.values()) if layer > self.sizes.max_live else 0
-        live, together = min(total, self.sizes.max_live + beyond_limit), min(total, self.sizes.prefetch_bucket)
-        return PARAM_BYTES * (persistent + live + together)
+        beyond_limit = 2 * max(gathered.values()) if layer > sizes.max_live else 0
+        live, together = min(total, sizes.max_live + beyond_limit), min(total, sizes.prefetch_bucket)
+        return PARAM_BYTES * (self.job.shard_numel - total + live + together)
 
-    def _moments(self) -> Iterator[tuple[int, int]]:
-        """Yield the bytes of activations and of gradients whenever backward has computed a parameter's gradient.
+    @cached_property
+    def moments(self) -> list[tuple[int, int]]:
+        """Return the bytes of activations and of gradients whenever backward has computed a parameter's gradient.
 
         The gradient is copied to the bucket. If the bucket has no space for it, its gradients are reduced before:
         they are copied to a flat buffer (``reduce_scatter_coalesced``), unless there is one only. With an offloaded
         optimizer, the largest partition is then copied back from the host, and to fp64 for its norm.
         """
-        filled, largest, count = 0, 0, 0
-        shared = self.activations.shape.shared
-        # Autograd adds up the gradients of a shared layer over all its uses, the first of which is in the last layer.
-        unreduced_bytes = self._shared_gradient_bytes
+        job, shared = self.job, self.job.shape.shared
+        moments, filled, largest, count = [], 0, 0, 0
 
         def reduction_bytes() -> int:
-            is_copied = count > 1 or filled > self.sizes.reduce_bucket or largest % self._data_parallel > 0
-            partition = self._partition(largest)
-            norm_bytes = NORM_BYTES * min(partition, NORM_CHUNK)
-            return PARAM_BYTES * (filled * is_copied + partition) + norm_bytes
+            is_copied = count > 1 or filled > self.sizes.reduce_bucket or largest % job.data_parallel > 0
+            partition = job.partition_numel(largest)
+            return PARAM_BYTES * (filled * is_copied + partition) + NORM_BYTES * min(partition, NORM_CHUNK)
 
+        # Autograd adds up the gradients of a shared layer over all its uses, the first of which is in the last layer.
+        in_layers = {name for name in job.shards if shared is not None and layer_in(shared.path, name) is not None}
+        unreduced_bytes = PARAM_BYTES * sum(job.trained(job.shards[name]) for name in in_layers)
         if unreduced_bytes:
-            yield self.activations.in_feed_forward(self.activations.shape.layers - 1), unreduced_bytes
-        for name, whole_numel in reversed(self._parameters):
-            numel = trained_numel(whole_numel, self.trainable_share)
-            activations, gradient = self._activations_at(name), PARAM_BYTES * numel
-            if shared is not None and shared.has(name):
+            moments.append((self.in_feed_forward(job.shape.layers - 1), unreduced_bytes))
+        for name, shard in reversed(job.shards.items()):
+            numel = job.trained(shard)
+            activations, gradient = self._at_gradient(name), PARAM_BYTES * numel
+            if name in in_layers:
                 gradient, unreduced_bytes = unreduced_bytes, unreduced_bytes - gradient
             if filled and filled + numel > self.sizes.reduce_bucket:
-                yield activations, gradient + reduction_bytes()
+                gradient += reduction_bytes()
                 filled, largest, count = 0, 0, 0
-            else:
-                yield activations, gradient
+            moments.append((activations, gradient))
             filled, largest, count = filled + numel, max(largest, numel), count + 1
-        yield 0, reduction_bytes()
+        return [*moments, (0, reduction_bytes())]
 
     @property
-    def _shared_gradient_bytes(self) -> int:
-        """Return the bytes of the gradients of layers that share their parameters, 0 if each layer has its own."""
-        shared = self.activations.shape.shared
-        if shared is None:
-            return 0
-        numels = (numel for name, numel in self._parameters if shared.has(name))
-        return PARAM_BYTES * sum(trained_numel(numel, self.trainable_share) for numel in numels)
-
-    def _activations_at(self, name: str) -> int:
-        """Return the bytes of activations when the gradient of the parameter ``name`` exists."""
-        found = layer_and_module(name)
-        if found is None:
-            is_table = any(part in name for part in TABLES)
-            return 0 if is_table else self.activations.in_head
-        layer, module = found
-        if module in BEFORE_FEED_FORWARD:
-            return self.activations.in_attention(layer)
-        is_last = any(part in name for part in LAST_PRODUCTS)
-        return (self.activations.after_last_product if is_last else self.activations.after_first_products)(layer)
+    def activation_bytes(self) -> int:
+        """Return the peak of the activations: in the backward of the loss, or of a part of the last layer."""
+        layers = self.job.shape.layers
+        in_loss = self.kept_bytes(layers) + self.logits_bytes + (self._norm_bytes + 2) * self._elements
+        return max(in_loss, self.in_feed_forward(layers - 1), self.in_attention(layers - 1))
 
     @cached_property
-    def _parameters(self) -> list[tuple[str, int]]:
-        """Return the parameters of which this rank has partitions: with tensor parallelism, shards of the model's."""
-        tensor_parallel = self.activations.tensor_parallel
-        parameters = self.activations.shape.parameters()
-        return [(name, shard_numel(name, numel, tensor_parallel)) for name, numel in parameters]
+    def layer_bytes(self) -> int:
+        """Return the bytes of activations that one layer keeps for backward."""
+        saved, _ = SCORE_BYTES[self.job.attention]
+        return self._attention_bytes(saved) + self._norm_bytes * self._elements + 2 * self._product_bytes
+
+    def kept_bytes(self, layers: int) -> int:
+        """Return the bytes of activations that so many layers keep for backward."""
+        return layers * (2 * self._elements if self.job.recompute else self.layer_bytes)
 
     @property
-    def _data_parallel(self) -> int:
-        return self.world_size // self.activations.tensor_parallel
+    def logits_bytes(self) -> int:
+        """Return the bytes of the logits in the backward of the loss."""
+        return LOGIT_BYTES * self._tokens * self.job.shape.vocab
 
-    def _partition(self, numel: int) -> int:
-        return -(-numel // self._data_parallel)
+    def in_feed_forward(self, layer: int) -> int:
+        """Return the most activations in the backward of a layer's feed-forward: with the gradients of all products."""
+        return self._kept_before(layer) + self.layer_bytes + self._product_bytes + 4 * self._elements
 
+    def in_attention(self, layer: int) -> int:
+        """Return the activations in the backward of a layer's attention, when its feed-forward has freed its own."""
+        _, peak = SCORE_BYTES[self.job.attention]
+        return self._kept_before(layer) + self._attention_bytes(peak) + 4 * self._elements
 
-def trained_numel(numel: int, trainable_share: float) -> int:
-    """Return how many of ``numel`` parameters are trained, rounded up."""
-    return numel if trainable_share == 1 else math.ceil(trainable_share * numel)
+    def _at_gradient(self, name: str) -> int:
+        """Return the activations when backward has the gradient of the parameter ``name``."""
+        if (found := layer_and_module(name)) is None:
+            logits_bytes = LOGIT_GRADIENT_BYTES * self._tokens * self.job.shape.vocab
+            is_table = any(part in name for part in TABLES)
+            return 0 if is_table else self.kept_bytes(self.job.shape.layers) + logits_bytes
+        layer, module = found
+        if module in BEFORE_FEED_FORWARD:
+            return self.in_attention(layer)
+        if any(part in name for part in LAST_PRODUCTS):
+            # Gate and up have no gradients yet.
+            return self.in_feed_forward(layer) - self._product_bytes + self._product_bytes // self._products
+        # Both have gradients, and the four products are freed.
+        return self.in_feed_forward(layer) - 2 * self._product_bytes
+
+    def _kept_before(self, layer: int) -> int:
+        """Return the bytes of the layers before ``layer``, and of its own input if it was computed again."""
+        return self.kept_bytes(layer + 1 if self.job.recompute else layer)
+
+    @property
+    def _tokens(self) -> int:
+        return self.job.micro_batch * self.job.sequence
+
+    @property
+    def _elements(self) -> int:
+        return self._tokens * self.job.shape.hidden
+
+    @cached_property
+    def _norm_bytes(self) -> int:
+        """Return the bytes per element that a norm keeps: LayerNorm its input and its output.
+
+        RMSNorm keeps its input in fp32, and its output before and after the multiplication by the weight.
+        """
+        return 4 if any(tensor.name.endswith(NORM_BIASES) for tensor in self.job.shape.tensors) else 8
+
+    def _attention_bytes(self, score_bytes: int) -> int:
+        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score.
+
+        Without a flash kernel, keys and values are repeated for each head of the query.
+        """
+        shape = self.job.shape
+        key_value_heads = shape.kv_heads if self.job.attention == "flash" else shape.heads
+        # The widths of a model that was only counted are unknown: they are assumed to be those of a GPT.
+        projections = 4 * shape.head_dim * (shape.heads + key_value_heads) or 8 * shape.hidden
+        scores = score_bytes * shape.heads * self.job.sequence
+        return self._norm_bytes * self._elements + self._tokens * ((projections + scores) // self.job.tensor_parallel)
+
+    @cached_property
+    def _products(self) -> int:
+        """Return 2 if the feed-forward multiplies its input with a gate, by a matrix of its own or a fused one."""
+        names = (tensor.name for tensor in self.job.shape.tensors)
+        return 2 if any("gate_proj" in name or "gate_up" in name for name in names) else 1
+
+    @cached_property
+    def _product_bytes(self) -> int:
+        """Return the bytes of gate and up, or of up. A layer keeps as many of the activated gate and the product."""
+        width = self.job.shape.intermediate or 4 * self.job.shape.hidden
+        return 2 * self._tokens * self._products * -(-width // self.job.tensor_parallel)

@@ -20,12 +20,10 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Range, Unit, Workload
-from perf_model.training_run.forecast import Forecast, forecast
-from perf_model.training_run.job import PARAM_BYTES, Job
-from perf_model.training_run.micro_batch import Overheads
-from perf_model.training_run.model import ModelShape, ParameterShape
-from perf_model.training_run.predictor import MemoryLimits, Overlap
-from perf_model.training_run.shared_layers import SharedLayers
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PARAM_BYTES, Overheads
+from perf_model.training_run.model import ModelShape, ParameterShape, SharedLayers
 from tests.cli.test_planning_commands import LLAMA, job, planned
 from tests.model.profiles import RATES, profile
 
@@ -82,7 +80,7 @@ def shape_of(model: dict[str, Any]) -> ModelShape:
 
 def rebuild(inputs: dict[str, Any]) -> Forecast:
     rules = PlacementRules.from_json(inputs["rules"]) if inputs["rules"] else NO_RULES
-    return forecast(
+    return Forecast(
         Job(shape=shape_of(inputs["model"]), rules=rules, **inputs["job"]),
         HardwareProfile.from_json(json.dumps(inputs["machine"])),
         MemoryLimits(**inputs["limits"]),

@@ -14,6 +14,7 @@ from perf_model.presets.models import MODELS
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from perf_model.training_run.model import ModelError
+from perf_model.training_run.training_memory import TrainingMemory
 from tests.cluster.paper_formulas import tensor_parallel_elements, zero3_elements
 
 CLUSTER = Cluster(shape=MODELS["Llama-3-8B"], gpus=64, ranks_per_node=8, global_batch=1024, sequence=4096)
@@ -109,10 +110,10 @@ def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> N
     assert TENSOR_PARALLEL.shard_numel == (shape.numel - norms) // 4 + norms
     assert TENSOR_PARALLEL.data_parallel == 4
     assert TENSOR_PARALLEL.tokens == whole.tokens / 4
-    assert TENSOR_PARALLEL.forward_s(1e12) == whole.forward_s(1e12) / 4
-    assert TENSOR_PARALLEL.backward_s(1e12) == pytest.approx(whole.backward_s(1e12) / 4)
+    assert TENSOR_PARALLEL.work.forward_flops / 1e12 == whole.work.forward_flops / 1e12 / 4
+    assert TENSOR_PARALLEL.work.backward_flops / 1e12 == pytest.approx(whole.work.backward_flops / 1e12 / 4)
     assert TENSOR_PARALLEL.mfu(1.0, 1e15) == pytest.approx(whole.mfu(1.0, 1e15) / 4)
-    layer_bytes, divided_bytes = (job.memory.activations.layer_bytes for job in (whole, TENSOR_PARALLEL))
+    layer_bytes, divided_bytes = (TrainingMemory(job).layer_bytes for job in (whole, TENSOR_PARALLEL))
     norms_bytes = 2 * 8 * 2 * 512 * shape.hidden
     assert divided_bytes - norms_bytes == (layer_bytes - norms_bytes) / 4, "all but the inputs of the norms is divided"
     units = TENSOR_PARALLEL.workload(10**9)

@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from perf_model.training_run.activations import Activations
 from perf_model.training_run.decoder import llama
+from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelShape
+from perf_model.training_run.training_memory import TrainingMemory
 from tests.tiers import thorough
 
 TOLERANCE = 0.05
@@ -77,11 +78,13 @@ def tracked_bytes(case: Tracked) -> int:
 @pytest.mark.parametrize("name", ["logits", thorough("layers"), thorough("kept")])
 def test_activations_take_as_much_as_the_tracker_of_pytorch_finds(name: str) -> None:
     case = TRACKED[name]
-    predicted = Activations(
+    job = Job(
         shape=case.shape,
-        tokens=SEQUENCE,
+        world_size=1,
+        ranks_per_node=1,
+        micro_batch=1,
         sequence=SEQUENCE,
         recompute=case.recompute,
         attention="eager",
     )
-    assert predicted.peak_bytes == pytest.approx(tracked_bytes(case), rel=TOLERANCE)
+    assert TrainingMemory(job).activation_bytes == pytest.approx(tracked_bytes(case), rel=TOLERANCE)

@@ -172,7 +172,7 @@ def test_memory_counts_all_experts_and_operations_those_of_a_token() -> None:
     assert mixture.active_numel - dense.active_numel == feed_forward + router - tables
     jobs = [Job(shape=shape, world_size=8, ranks_per_node=8, micro_batch=1, sequence=512) for shape in (mixture, dense)]
     assert sum(len(group) for group in jobs[0].sub_groups) == len(mixture.tensors)
-    assert 1.5 < jobs[0].forward_s(1e14) / jobs[1].forward_s(1e14) < 2
+    assert 1.5 < jobs[0].work.forward_flops / jobs[1].work.forward_flops < 2
     assert 6 < mixture.numel / dense.numel < 7
 
 

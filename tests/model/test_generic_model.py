@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.__main__ import main
-from perf_model.training_run.decoder import MIN_PARAMETERS, generic_model
-from perf_model.training_run.model import MAX_PARAMETERS, ModelError
+from perf_model.training_run.decoder import MAX_PARAMETERS, MIN_PARAMETERS, generic_model
+from perf_model.training_run.model import ModelError
 from tests.cli.test_planning_commands import job
 
 
@@ -16,7 +16,7 @@ from tests.cli.test_planning_commands import job
 def test_a_generic_model_has_exactly_the_number_of_parameters(numel: int) -> None:
     shape = generic_model(numel)
     assert shape.numel == shape.active_numel == numel
-    looked_up = 0 if shape.aliases else shape.vocab * shape.hidden
+    looked_up = 0 if shape.tied else shape.vocab * shape.hidden
     assert shape.multiplied_numel + looked_up == pytest.approx(numel, rel=0.01)
 
 

@@ -70,7 +70,7 @@ def test_all_experts_are_counted_and_those_of_a_token_are_active() -> None:
     assert shape.numel - shape.active_numel == experts * 6 // 8
     assert (shape.layers, shape.hidden, shape.vocab, shape.heads, shape.kv_heads) == (3, 64, 300, 4, 2)
     assert shape.source == f"counted by GraniteMoeForCausalLM of transformers {transformers.__version__}"
-    assert shape.aliases == {}
+    assert shape.tied == ()
 
 
 def test_a_model_for_images_is_counted_whole_and_its_encoder_computes_nothing_for_a_text() -> None:

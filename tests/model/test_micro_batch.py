@@ -15,11 +15,17 @@ from perf_model.presets.machines import HALF_ELEMENTS, MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
-from perf_model.training_run.forecast import forecast
-from perf_model.training_run.job import GradientPath, Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, TRAINING_SHARE, MatrixRate, Overheads, PhaseRates
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import (
+    NO_OVERHEADS,
+    TRAINING_SHARE,
+    GradientPath,
+    MatrixRate,
+    Overheads,
+    PhaseRates,
+)
 from perf_model.training_run.model import ModelError
-from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
 from tests.model.profiles import RATES, profile
 
 JOB = Job(shape=MODELS["7B"], world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)
@@ -29,8 +35,8 @@ ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=NO_NETWORK
 
 
 def test_without_network_and_overheads_only_the_arithmetic_counts() -> None:
-    assert JOB.work.forward_s(ALONE) == JOB.forward_s(1e14)
-    assert JOB.work.backward_s(ALONE) == JOB.backward_s(1e14)
+    assert JOB.work.forward_s(ALONE) == JOB.work.forward_flops / 1e14
+    assert JOB.work.backward_s(ALONE) == JOB.work.backward_flops / 1e14
     assert PhaseRates.from_profile(GPU, 8, NO_OVERHEADS).network == NO_NETWORK
 
 
@@ -79,14 +85,16 @@ def test_offloaded_parameters_are_uploaded_for_each_gather() -> None:
     job = replace(JOB, world_size=1, ranks_per_node=1, offload_param=True)
     slow = replace(ALONE, h2d_bytes_per_s=1e9)
     assert job.work.forward_s(slow) == pytest.approx(2 * job.shape.numel / 1e9)
-    assert replace(job, offload_param=False).work.forward_s(slow) == job.forward_s(1e14)
+    assert replace(job, offload_param=False).work.forward_s(slow) == job.work.forward_flops / 1e14
 
 
 def test_frozen_parameters_have_no_states_and_no_gradients_of_their_own() -> None:
     tenth = replace(JOB, trainable_share=0.1)
     assert tenth.workload(10**8).numel == pytest.approx(0.1 * JOB.workload(10**8).numel, rel=1e-3)
-    assert tenth.forward_s(1e14) == JOB.forward_s(1e14)
-    assert JOB.backward_s(1e14) - tenth.backward_s(1e14) == pytest.approx(0.9 * JOB.forward_s(1e14))
+    assert tenth.work.forward_flops / 1e14 == JOB.work.forward_flops / 1e14
+    assert JOB.work.backward_flops / 1e14 - tenth.work.backward_flops / 1e14 == pytest.approx(
+        0.9 * JOB.work.forward_flops / 1e14
+    )
     for share in (0.0, -1.0, 1.01, float("nan")):
         with pytest.raises(ModelError, match="trainable_share: must be above 0 and at most 1, found"):
             replace(JOB, trainable_share=share)
@@ -121,10 +129,10 @@ def test_accumulation_repeats_forward_and_backward_and_not_the_update() -> None:
     limits, stock = MemoryLimits(gpu=10**12, host=None), []
     for accumulation in (1, 4):
         job = replace(JOB, world_size=4, ranks_per_node=4, sequence=4096, accumulation=accumulation)
-        found = forecast(job, GPU, limits, Overlap(), [10**8], Overheads(iteration_s=0.5))
-        assert found.predicted.forward_s == pytest.approx(accumulation * job.forward_s(1e14))
-        assert found.windows.forward_s == pytest.approx(job.forward_s(1e14)), "one micro-batch"
-        assert found.windows.backward_s == pytest.approx(job.backward_s(1e14)), "the last micro-batch"
+        found = Forecast(job, GPU, limits, Overlap(), [10**8], Overheads(iteration_s=0.5))
+        assert found.predicted.forward_s == pytest.approx(accumulation * job.work.forward_flops / 1e14)
+        assert found.windows.forward_s == pytest.approx(job.work.forward_flops / 1e14), "one micro-batch"
+        assert found.windows.backward_s == pytest.approx(job.work.backward_flops / 1e14), "the last micro-batch"
         assert found.predicted.fixed_s == 0.5
         assert found.predicted.tokens_per_s == pytest.approx(4 * 4096 * accumulation / found.predicted.iteration_s)
         outcome = found.baselines["stock"]

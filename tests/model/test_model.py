@@ -52,7 +52,7 @@ def test_every_parameter_of_a_hugging_face_model_is_counted(family: str, tied: b
     config = config_of(family, tie_word_embeddings=tied)
     shape = parse_hf_config(config.to_json_string(), name=family)
     assert shape.parameters() == parameters_of(config)
-    assert bool(shape.aliases) is tied
+    assert bool(shape.tied) is tied
 
 
 # As many heads as every family's default of key-value heads divides.
@@ -134,7 +134,6 @@ def test_without_recomputation_the_layers_count_three_times_instead_of_four() ->
                 ("hidden_size", 10**30, "must be able to build 'llama', found .*hidden size"),
                 ("hidden_size", 50, "must be able to build 'llama', found .*hidden size .50. is not a multiple"),
                 ("intermediate_size", 10**4000, "must be able to build 'llama', found .*Overflow"),
-                ("intermediate_size", 10**13, "parameters: must be at most 100,000,000,000,000 in all, found"),
                 ("vocab_size", "9", "must be able to build 'llama', found .*vocab_size"),
                 ("vocab_size", True, "must be able to build 'llama', found .*vocab_size"),
                 ("tie_word_embeddings", 1, "must be able to build 'llama', found .*tie_word_embeddings"),

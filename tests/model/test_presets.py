@@ -21,11 +21,9 @@ from perf_model.prediction.simulate import simulate
 from perf_model.presets.machines import ALIASES, MACHINES, find_machine
 from perf_model.presets.models import MODELS
 from perf_model.schedule.lowering import serial_schedule
-from perf_model.training_run.forecast import forecast
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS
-from perf_model.training_run.predictor import MemoryLimits, Overlap, PredictedIteration
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import PARAM_BYTES, PUBLISHED_OVERHEADS
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
@@ -67,7 +65,7 @@ def stock_iteration_s(run: MeasuredRun, preset: str) -> float:
         sub_group_size=run.setting.sub_group_size,
     )
     profile, unlimited = MACHINES[preset].profile(job.ranks_on_node), MemoryLimits(gpu=None, host=None)
-    found = forecast(job, profile, unlimited, Overlap(), (50_000_000,), PUBLISHED_OVERHEADS).baselines["stock"]
+    found = Forecast(job, profile, unlimited, Overlap(), (50_000_000,), PUBLISHED_OVERHEADS).baselines["stock"]
     assert isinstance(found, PredictedIteration)
     return found.iteration_s
 

@@ -12,6 +12,7 @@ from perf_model.__main__ import main
 from perf_model.presets.models import MODELS
 from perf_model.training_run.job import MAX_REUSE_DISTANCE, Job
 from perf_model.training_run.model import ModelError, ModelShape
+from perf_model.training_run.training_memory import TrainingMemory
 from tests.cli.test_planning_commands import LLAMA, job, planned
 
 PRESET = MODELS["7B"]
@@ -75,17 +76,14 @@ def a_job(shape: ModelShape, **changes: object) -> Job:
 
 def test_memory_is_that_of_the_parameters_of_one_layer_and_the_activations_of_all() -> None:
     own, shared = a_job(PRESET), a_job(PRESET.share_layers(PATH, 1))
-    assert shared.activation_bytes == own.activation_bytes
-    assert shared.memory.partition_bytes < own.memory.partition_bytes / 10
+    assert TrainingMemory(shared).activation_bytes == TrainingMemory(own).activation_bytes
+    assert TrainingMemory(shared).partition_bytes < TrainingMemory(own).partition_bytes / 10
     assert shared.workload(10**8).numel < own.workload(10**8).numel / 10
     # Without recomputation, the gradients of all shared parameters exist beside the activations of almost all layers.
-    kept, kept_own = a_job(PRESET.share_layers(PATH, 1), recompute=False), a_job(PRESET, recompute=False)
-    moments = list(kept.memory._moments())
+    kept, kept_own = (TrainingMemory(a_job(shape, recompute=False)) for shape in (PRESET.share_layers(PATH, 1), PRESET))
     gradients_bytes = 2 * layer_numel(PRESET)
-    assert (kept.memory.activations.in_feed_forward(LAYERS - 1), gradients_bytes) in moments
-    assert (kept_own.memory.activations.in_feed_forward(LAYERS - 1), gradients_bytes) not in list(
-        kept_own.memory._moments()
-    )
+    assert (kept.in_feed_forward(LAYERS - 1), gradients_bytes) in kept.moments
+    assert (kept_own.in_feed_forward(LAYERS - 1), gradients_bytes) not in kept_own.moments
 
 
 @pytest.mark.parametrize(("every", "passes"), [(1, 1), (4, 1), (8, 4)])

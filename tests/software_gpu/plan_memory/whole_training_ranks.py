@@ -67,7 +67,7 @@ class WholeTraining:
             recompute=self.recompute,
             attention="eager",
         )
-        return replace(job.memory, sizes=self.sizes)
+        return TrainingMemory(job, self.sizes)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.emulated.run import SmallModel
 from benchmarks.emulated.scaled_run import ScaledRun
 from perf_model.training_run.job import Job
-from perf_model.training_run.training_memory import PARAM_BYTES
+from perf_model.training_run.micro_batch import PARAM_BYTES
 from tests.software_gpu import settings
 from tests.software_gpu.hugging_face import trainer_on_device
 

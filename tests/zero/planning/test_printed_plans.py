@@ -20,6 +20,7 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.training_run.job import Job
+from perf_model.training_run.training_memory import TrainingMemory
 from tests.zero.planning.planning_in_training import TrainingRun
 
 SEQUENCE = 2048
@@ -100,7 +101,7 @@ def run_of(setting: PlanSetting, printed: dict[str, Any]) -> TrainingRun:
         profile=setting.profile,
         uses=model.uses(),
         windows=Windows(**printed["windows"]),
-        free_bytes=setting.profile.gpu_memory_bytes - job.gpu_bytes - job.memory.cache_bytes,
+        free_bytes=setting.profile.gpu_memory_bytes - TrainingMemory(job).gpu_bytes - TrainingMemory(job).cache_bytes,
     )
 
 

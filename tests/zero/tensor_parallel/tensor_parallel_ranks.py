@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.zero.internals.compat import partitions_by_name
-from perf_model.training_run.shards import shard_numel
+from perf_model.training_run.job import shard_numel
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.zero.on_accelerator import on_accelerator
