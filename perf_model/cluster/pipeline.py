@@ -6,12 +6,12 @@ DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``, li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from perf_model.cluster.layouts import Cluster
+from perf_model.cluster.layouts import MICRO_BATCHES, tensor_parallel_sizes
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PARAM_BYTES, PhaseRates
 from perf_model.training_run.training_memory import TrainingMemory
@@ -47,17 +47,9 @@ def micro_batches_in_flight(stages: int, micro_batches: int) -> int:
     return min(stages, micro_batches)
 
 
-def batch_s(sequences: int, micro_batch: int, stages: int, micro_batch_s: Callable[[int], float]) -> float:
-    """Return the seconds of a batch of ``sequences`` per pipeline (section 3.4, equation 1), without communication.
-
-    ``micro_batch_s`` returns the seconds of forward and backward of one stage for a micro-batch of a given size.
-    """
-    return (sequences / micro_batch + stages - 1) * micro_batch_s(micro_batch)
-
-
 def best_pipeline_layout(
-    cluster: Cluster,
     job: Job,
+    global_batch: int,
     rates: PhaseRates,
     gpu_bytes: int | None,
     sizes: Sequence[int] | None = None,
@@ -65,28 +57,24 @@ def best_pipeline_layout(
 ) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (sections 3.2 to 3.4), or None if none fits.
 
-    ``job`` has everything but the layout. ``sizes`` are tensor-parallel sizes. If they or ``micro_batches`` are None,
-    all that the cluster permits are tried. There are several stages only if the tensor-parallel size is the largest of
-    those. Their number is the smallest with which the model and its activations fit into ``gpu_bytes``, with 1F1B. All
-    states are on the GPU. Communication between stages is assumed to be hidden; the all-reduces of tensor parallelism
-    and of the gradients are not. No time is counted for the update.
+    ``job`` holds everything but the layout. ``sizes`` are tensor-parallel sizes. They and ``micro_batches`` default to
+    all that are possible. There are several stages only with the largest tensor-parallel size: as few as let the model
+    and its activations fit into ``gpu_bytes``, with 1F1B. All states are on the GPU. Communication between stages is
+    assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not. No time is counted for the
+    update.
     """
-    found, sizes = [], sizes or cluster.tensor_parallel_sizes()
-    for tensor_parallel, micro_batch in product(sizes, micro_batches or cluster.micro_batches):
-        laid_out = replace(job, accumulation=1, offload_param=False, micro_batch=micro_batch)
-        laid_out = replace(laid_out, tensor_parallel=tensor_parallel)
-        for stages in range(1, cluster.shape.layers + 1 if tensor_parallel == max(sizes) else 2):
-            data_parallel, rest = divmod(cluster.gpus, tensor_parallel * stages)
-            if rest or cluster.shape.layers % stages or cluster.global_batch % (data_parallel * micro_batch):
+    found, sizes = [], sizes or tensor_parallel_sizes(job)
+    for tensor_parallel, micro_batch in product(sizes, micro_batches or MICRO_BATCHES):
+        laid_out = replace(job, micro_batch=micro_batch, tensor_parallel=tensor_parallel)
+        laid_out = replace(laid_out, accumulation=1, offload_param=False)
+        for stages in range(1, job.shape.layers + 1 if tensor_parallel == max(sizes) else 2):
+            data_parallel, rest = divmod(job.world_size, tensor_parallel * stages)
+            if rest or job.shape.layers % stages or global_batch % (data_parallel * micro_batch):
                 continue
-            count = cluster.global_batch // (data_parallel * micro_batch)
+            count = global_batch // (data_parallel * micro_batch)
             if gpu_bytes is None or _gpu_bytes(laid_out, stages, count) <= gpu_bytes:
-                iteration_s = _iteration_s(laid_out, stages, data_parallel, rates, cluster.global_batch)
-                speed = (
-                    bubble_share(stages, count),
-                    iteration_s,
-                    cluster.global_batch * cluster.sequence / iteration_s,
-                )
+                iteration_s = _iteration_s(laid_out, stages, data_parallel, rates, count)
+                speed = bubble_share(stages, count), iteration_s, global_batch * job.sequence / iteration_s
                 found.append(PipelineLayout(tensor_parallel, stages, data_parallel, micro_batch, count, *speed))
                 break
     return min(found, key=lambda layout: layout.iteration_s, default=None)
@@ -94,21 +82,19 @@ def best_pipeline_layout(
 
 def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
     """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
-    in_flight = micro_batches_in_flight(stages, micro_batches)
+    memory, in_flight = TrainingMemory(job), micro_batches_in_flight(stages, micro_batches)
     states_bytes = (PARAM_BYTES + TRAINED_BYTES_PER_PARAM * job.trainable_share) * job.shard_numel / stages
-    memory = TrainingMemory(job)
     return memory.context_bytes + states_bytes + memory.activation_bytes * in_flight / stages
 
 
-def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, global_batch: int) -> float:
+def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, micro_batches: int) -> float:
+    """Return the seconds of the micro-batches (section 3.4, equation 1), and of the all-reduce of the gradients."""
     # The whole model is on the GPUs of the stages, so nothing is gathered.
     work = replace(job.work, gathered_bytes=0.0, reduced_bytes=0.0)
     stage_s = (work.forward_s(rates) + work.backward_s(rates)) / stages
-    pipelined_s = batch_s(global_batch // data_parallel, job.micro_batch, stages, lambda _: stage_s)
     # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
     on_node = max(1, job.ranks_on_node // (job.tensor_parallel * stages))
     network = replace(rates.network, ranks_per_node=on_node)
     gradients_bytes = GRADIENT_BYTES_PER_PARAM * job.trainable_share * job.shard_numel / stages
-    # Without a distributed optimizer, the gradients are all-reduced.
     reduce_s = network.reduce_scatter_s(gradients_bytes, data_parallel)
-    return pipelined_s + reduce_s + network.all_gather_s(gradients_bytes, data_parallel)
+    return (micro_batches + stages - 1) * stage_s + reduce_s + network.all_gather_s(gradients_bytes, data_parallel)

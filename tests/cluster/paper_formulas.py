@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import sqrt
 
-from perf_model.cluster.pipeline import batch_s, bubble_share
+from perf_model.cluster.pipeline import bubble_share
 
 
 def gpt_numel(layers: int, hidden: int, vocab: int, sequence: int) -> float:
@@ -105,6 +105,14 @@ def scaled_throughput(throughput: float, stages: int, micro_batches: int, fewer_
     ``micro_batches``.
     """
     return throughput * (1 + bubble_share(stages, micro_batches)) / (1 + bubble_share(stages, fewer_micro_batches))
+
+
+def batch_s(sequences: int, micro_batch: int, stages: int, micro_batch_s: Callable[[int], float]) -> float:
+    """Return the seconds of a batch of ``sequences`` per pipeline (section 3.4, equation 1), without communication.
+
+    ``micro_batch_s`` returns the seconds of forward and backward of one stage for a micro-batch of a given size.
+    """
+    return (sequences / micro_batch + stages - 1) * micro_batch_s(micro_batch)
 
 
 def best_micro_batch(sequences: int, stages: int, micro_batch_s: Callable[[int], float], sizes: Iterable[int]) -> int:

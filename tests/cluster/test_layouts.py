@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.cluster.layouts import Cluster, Layout
+from perf_model.cluster.layouts import Layout, layouts_of, tensor_parallel_sizes
 from perf_model.prediction.network import Network
 from perf_model.presets.models import MODELS
 from perf_model.training_run.job import Job
@@ -17,7 +17,7 @@ from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import TrainingMemory
 from tests.cluster.paper_formulas import tensor_parallel_elements, zero3_elements
 
-CLUSTER = Cluster(shape=MODELS["Llama-3-8B"], gpus=64, ranks_per_node=8, global_batch=1024, sequence=4096)
+CLUSTER = Job(shape=MODELS["Llama-3-8B"], world_size=64, ranks_per_node=8, micro_batch=1, sequence=4096)
 
 
 @given(
@@ -30,11 +30,11 @@ def test_every_layout_trains_the_global_batch_on_all_gpus(
     nodes: int, ranks_per_node: int, sequences: int, micro_batches: list[int] | None
 ) -> None:
     gpus = nodes * ranks_per_node
-    cluster = replace(CLUSTER, gpus=gpus, ranks_per_node=ranks_per_node, global_batch=gpus * sequences)
-    sizes = cluster.tensor_parallel_sizes()
+    cluster = replace(CLUSTER, world_size=gpus, ranks_per_node=ranks_per_node)
+    sizes = tensor_parallel_sizes(cluster)
     assert sizes == [size for size in (1, 2, 4, 8) if size <= ranks_per_node]
     try:
-        layouts = cluster.layouts(sizes, micro_batches)
+        layouts = layouts_of(cluster, gpus * sequences, sizes, micro_batches)
     except ModelError:
         assert micro_batches == [3]
         assert all(gpus * sequences * size // gpus % 3 for size in sizes)
@@ -42,12 +42,12 @@ def test_every_layout_trains_the_global_batch_on_all_gpus(
     assert len(set(layouts)) == len(layouts)
     for layout in layouts:
         assert layout.tensor_parallel * layout.data_parallel == gpus
-        assert layout.data_parallel * layout.micro_batch * layout.accumulation == cluster.global_batch
+        assert layout.data_parallel * layout.micro_batch * layout.accumulation == gpus * sequences
         assert layout.micro_batch in (micro_batches or range(1, 65))
 
 
 def test_all_micro_batches_that_divide_the_batch_of_a_rank_are_tried() -> None:
-    layouts = replace(CLUSTER, global_batch=64 * 12).layouts([1], None)
+    layouts = layouts_of(CLUSTER, 64 * 12, [1])
     assert [(layout.micro_batch, layout.accumulation) for layout in layouts] == [
         (1, 12),
         (2, 6),
@@ -59,7 +59,7 @@ def test_all_micro_batches_that_divide_the_batch_of_a_rank_are_tried() -> None:
 
 
 def test_sizes_that_the_batch_does_not_allow_are_left_out() -> None:
-    layouts = replace(CLUSTER, global_batch=16).layouts([1, 2, 4, 8], None)
+    layouts = layouts_of(CLUSTER, 16, [1, 2, 4, 8])
     assert layouts[0] == Layout(tensor_parallel=4, data_parallel=16, micro_batch=1, accumulation=1)
     assert {layout.tensor_parallel for layout in layouts} == {4, 8}
 
@@ -75,25 +75,23 @@ def test_sizes_that_the_batch_does_not_allow_are_left_out() -> None:
 def test_a_batch_that_no_layout_divides_is_refused_with_the_batches_that_one_divides(
     global_batch: int, sizes: list[int], micro_batches: list[int] | None, message: str
 ) -> None:
-    cluster = replace(CLUSTER, global_batch=global_batch)
     with pytest.raises(ModelError, match=f"(?s)global_batch: must be a multiple of .*{message}") as caught:
-        cluster.layouts(sizes, micro_batches)
+        layouts_of(CLUSTER, global_batch, sizes, micro_batches)
     assert len(str(caught.value).splitlines()) == 2
     *_, remedy = str(caught.value).splitlines()
     for batch in (int(word.strip(",")) for word in remedy.split() if word.strip(",").isdigit()):
-        assert replace(cluster, global_batch=batch).layouts(sizes, micro_batches)
+        assert layouts_of(CLUSTER, batch, sizes, micro_batches)
 
 
 def test_a_tensor_parallel_size_that_a_node_does_not_divide_by_is_refused() -> None:
     with pytest.raises(ModelError, match=r"tensor_parallel: must divide the number of ranks of a node, 8, found 3"):
-        CLUSTER.layouts([3], None)
+        layouts_of(CLUSTER, 1024, [3])
 
 
-@pytest.mark.parametrize("key", ["global_batch"])
 @pytest.mark.parametrize("value", [0, 10**20, True])
-def test_impossible_clusters_are_refused(key: str, value: int) -> None:
-    with pytest.raises(ModelError, match=f"{key}: must be an integer from 1 to .*\nCorrect --{key.replace('_', '-')}"):
-        replace(CLUSTER, **{key: value})
+def test_impossible_batches_are_refused(value: int) -> None:
+    with pytest.raises(ModelError, match=r"global_batch: must be an integer from 1 to .*\nCorrect --global-batch"):
+        layouts_of(CLUSTER, value, [1])
 
 
 # The job of one layout

@@ -6,13 +6,14 @@ from fractions import Fraction
 
 import pytest
 
-from perf_model.cluster.pipeline import batch_s, bubble_share
+from perf_model.cluster.pipeline import bubble_share
 from perf_model.prediction.network import Network
 from perf_model.training_run.decoder import gpt
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from tests.cluster.paper_formulas import (
     approximate_training_s,
+    batch_s,
     best_micro_batch,
     bubble_share_beside_data_parallel,
     scaled_throughput,
