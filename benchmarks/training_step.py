@@ -30,7 +30,7 @@ from benchmarks.harness.sizes import (
 from benchmarks.harness.targets import ITERATION_SPEEDUP
 from benchmarks.harness.variants import Variant
 from deep_opt_states.host import machine
-from deep_opt_states.profiler.profile import peak_flops
+from deep_opt_states.profiler.peaks import peak_flops
 
 ACCUMULATIONS = (4, 16)
 MICRO_BATCH = 8

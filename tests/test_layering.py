@@ -87,7 +87,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.files",
         "deep_opt_states.host",
         "perf_model.prediction",
-        "perf_model.presets",
         "perf_model.schedule",
     },
     "deep_opt_states.zero": set(),

@@ -35,8 +35,8 @@ SUB_GROUPS = 8
 """The number of sub-groups, updated one after another as in a step: when an update returns to the first, the others
 have driven it out of the caches."""
 
-LAUNCHES = 2
-"""Kernel launches per repetition of Adam on the accelerator."""
+LAUNCHES, MIN_LAUNCH_NUMEL = 2, 1_000_000
+"""Kernel launches per repetition of Adam on the accelerator, and the fewest parameters that keep a GPU busy."""
 
 
 class ProbeError(RuntimeError):
@@ -325,11 +325,9 @@ def host_updates_during_copies(device: Device[Any], memory: HostStates, directio
 def device_updates(device: Device[Any], numel: int, kernel: AdamKernel) -> Probe:
     """Return a probe of Adam on the accelerator as in training: ``LAUNCHES`` launches of ``numel`` parameters each.
 
-    The states of one launch, those of a bf16 model, are larger than the GPU's caches.
+    The states of one launch are larger than the GPU's caches. If memory is short, launches are halved.
     """
-    dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": torch.bfloat16, "param": torch.bfloat16}
-    states = [{name: device.empty(numel, dtype) for name, dtype in dtypes.items()} for _ in range(LAUNCHES)]
-    updates = Updates([AdamTensors(**tensors) for tensors in states], kernel)
+    updates = Updates(_states_that_fit(device, numel), kernel)
     timer = KernelTimer(device)
     synchronize(device)
 
@@ -338,6 +336,21 @@ def device_updates(device: Device[Any], numel: int, kernel: AdamKernel) -> Probe
         return {"gpu_adam_params_per_s": updates.numel / timer.seconds_of(updates.update_all)}
 
     return repeat
+
+
+def _states_that_fit(device: Device[Any], numel: int) -> list[AdamTensors]:
+    """Return states of ``LAUNCHES`` sub-groups of a bf16 model. Halve ``numel`` until they fit in the memory."""
+    dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": torch.bfloat16, "param": torch.bfloat16}
+    while True:
+        try:
+            return [
+                AdamTensors(**{name: device.empty(numel, dtype) for name, dtype in dtypes.items()})
+                for _ in range(LAUNCHES)
+            ]
+        except torch.OutOfMemoryError:
+            if numel // 2 < MIN_LAUNCH_NUMEL:
+                raise
+        numel //= 2
 
 
 def host_memory(slab: HostSlab) -> Probe:

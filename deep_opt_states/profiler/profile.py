@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from deep_opt_states.device.kernels.choice import cpu_adam, gpu_adam
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import probes
+from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.probes import SUB_GROUPS, Copies, Probe, ProbeError, Rates, d2h, h2d
 from deep_opt_states.profiler.ranks import (
     CollectiveGroups,
@@ -48,7 +48,6 @@ from perf_model.prediction.hardware import (
     matmul_bounds,
     rates_above_limits,
 )
-from perf_model.presets.machines import MACHINES
 
 Prepare: TypeAlias = Callable[[], Probe] | str
 """A function that prepares a probe; a string is the reason why it cannot run on this machine."""
@@ -111,20 +110,6 @@ FULL = ProbeEffort(
     launch_numel=64_000_000,
     copy_bytes=128 * 2**20,
 )
-
-
-_OTHER_GPUS = {"MIG", "NVL", "LAPTOP", "MAX", "MOBILE", "D", "TI"}
-"""Words in the names of slices of a GPU, and of other GPUs with almost the same name."""
-
-
-def peak_flops(gpu: str) -> float | None:
-    """Return the peak FLOP/s of ``gpu``, a name as the driver reports it, from the presets; None if it is not there."""
-    words = set(re.findall(r"[A-Z0-9]+", gpu.upper()))
-    if words & _OTHER_GPUS or words >= {"H100", "PCIE"}:
-        return None
-    # A preset names the GPU with its memory.
-    presets = (each for each in MACHINES.values() if words.issuperset(each.gpu.split("-")[:-1]))
-    return next((each.peak_flops for each in presets), None)
 
 
 def sample(prepare: Callable[[], Probe], effort: ProbeEffort, ranks: Ranks) -> list[Rates]:

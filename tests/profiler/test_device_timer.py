@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.profiler import probes
 from deep_opt_states.profiler.probes import (
     INITIAL_BUSY_S,
+    LAUNCHES,
     MAX_BUSY_S,
     KernelTimer,
     Probe,
@@ -84,3 +87,27 @@ def test_updates_have_finished_when_the_clock_is_read(timing: Late | Seeded) -> 
     except ProbeError:
         # A device with random delays may become idle too early each time.
         assert isinstance(timing, Seeded)
+
+
+def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(VirtualDevice):
+        """A device with 10 bytes less than 1000 parameters per launch need."""
+
+        def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if self.held_bytes + numel * dtype.itemsize > LAUNCHES * 1000 * 16 - 10:
+                # PyTorch releases its cache first.
+                self.release_cached()
+                if self.held_bytes + numel * dtype.itemsize > LAUNCHES * 1000 * 16 - 10:
+                    raise torch.OutOfMemoryError("no memory on the device")
+            return super().empty(numel, dtype)
+
+    monkeypatch.setattr(probes, "MIN_LAUNCH_NUMEL", 100)
+    device = Small()
+    repeat = updates(device, numel=4000)
+    # A launch of 1000 parameters does not fit, one of 500 does.
+    assert 500 * 16 * LAUNCHES <= device.held_bytes < 1000 * 16 * LAUNCHES
+    assert repeat() == {"gpu_adam_params_per_s": pytest.approx(500 / KERNEL_S)}
+    monkeypatch.setattr(probes, "MIN_LAUNCH_NUMEL", 1000)
+    del repeat
+    with pytest.raises(torch.OutOfMemoryError):
+        updates(device, numel=4000)

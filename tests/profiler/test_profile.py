@@ -17,6 +17,7 @@ from deep_opt_states.host import machine
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler import profile as profile_module
 from deep_opt_states.profiler.cache import fingerprint
+from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.profile import (
     IMPLAUSIBLE,
     NO_ACCELERATOR,
@@ -26,7 +27,6 @@ from deep_opt_states.profiler.profile import (
     describe,
     measure,
     noise_waivers,
-    peak_flops,
 )
 from deep_opt_states.profiler.ranks import CollectiveGroups, Ranks
 from perf_model.prediction.cost import CostModel, Resource
@@ -160,16 +160,18 @@ def test_the_host_is_measured_without_an_accelerator() -> None:
         ("NVIDIA A100-SXM4-40GB", 312),
         ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GH200 480GB", 990),
         ("NVIDIA L40S", 362),
         ("NVIDIA RTX A6000", 154.8),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA A10G", 70),
+        ("NVIDIA A10G", None),
         ("A GPU of tomorrow", None),
     ],
 )
@@ -178,8 +180,8 @@ def test_the_peak_of_a_gpu_is_looked_up_by_its_name(name: str, tera: float | Non
 
 
 def test_the_gpu_s_peak_is_in_its_profile(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("NVIDIA L40S", 45 * 2**30))
-    assert virtual_profile(device, 1, monkeypatch).gpu_peak_flops == 362e12
+    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("NVIDIA H100 PCIe", 80 * 2**30))
+    assert virtual_profile(device, 1, monkeypatch).gpu_peak_flops == 756e12
 
 
 @pytest.mark.usefixtures("by_the_clock")
