@@ -1,7 +1,6 @@
 """How is interleaved optimizer offloading enabled in DeepSpeed ZeRO-3? By one block of the JSON config.
 
-Importing this package has the same effect as its entry point at ``import torch``: the plugin can then be enabled by the
-JSON block ``deep_optimizer_states``. The import loads neither torch nor DeepSpeed.
+Importing this package is the same as its entry point at ``import torch``, and loads neither torch nor DeepSpeed.
 """
 
 from deep_opt_states.activation import activate

@@ -1,7 +1,7 @@
 """Enable the plugin by the JSON config alone, at almost no cost in programs that do not use DeepSpeed.
 
-PyTorch calls ``activate`` at ``import torch`` (entry point group ``torch.backends``). It registers post-import hooks
-and imports no module of this package that needs torch. Such modules are imported once an engine's config has our block.
+PyTorch calls ``activate`` at ``import torch`` (entry point group ``torch.backends``). Modules that need torch are
+imported once an engine's config contains our block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_active() -> bool:
 
 
 def _hook_engine(module: Any) -> None:
-    """Wrap the methods that create our optimizer and that load checkpoints, for engines whose config has our block."""
+    """Wrap the methods that create our optimizer and that load checkpoints, if the config contains our block."""
 
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
@@ -66,7 +66,7 @@ def _hook_engine(module: Any) -> None:
         return wrapped(*args, **kwargs)
 
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
-        # No update exists unless this module was imported.
+        # No update exists if this module was never imported.
         hooks = sys.modules.get("deep_opt_states.zero.internals.partition_hooks")
         model = kwargs.get("model", args[1] if len(args) > 1 else None)
         if hooks is not None and model is not None:
@@ -77,20 +77,18 @@ def _hook_engine(module: Any) -> None:
         finally:
             _models.pop()
 
-    # Any engine, also one of stock, copies partitions that an update of another engine may still write to.
+    # An engine, also of stock, copies partitions that an update of another engine may still write to.
     _wrap(module, "DeepSpeedEngine", "__init__", init_engine)
-    # _do_sanity_check is the first method in which an engine knows its optimizer, before it partitions the model. ZeRO
-    # stage 0 never creates a ZeRO optimizer: with the second wrapper alone, our block would be ignored silently there.
+    # In _do_sanity_check an engine first knows its optimizer, before it partitions the model. ZeRO stage 0 creates no
+    # ZeRO optimizer, so the second wrapper alone would silently ignore our block.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
     _wrap(module, "DeepSpeedEngine", "load_checkpoint", load_checkpoint)
 
 
 def _hook_config(module: Any) -> None:
-    """Wrap the method that reads a config. The wrapper only checks the config, and the release of DeepSpeed."""
-
     def initialize_params(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
-        # Before DeepSpeed refuses our block inside one of its own blocks, with an error that does not name its place.
+        # DeepSpeed's own error for our block inside one of its blocks does not name the place.
         _report_ignored_blocks(ds_config)
         wrapped(*args, **kwargs)
         if plugin := _plugin_for(ds_config):
@@ -102,16 +100,12 @@ def _hook_config(module: Any) -> None:
         _plugin_for(ds_config)
 
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
-        # A release that lacks the method must not train with stock unnoticed: every class has this one.
+        # A release without the method must not train with stock unnoticed.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
 
 
 def _plugin_for(ds_config: Any) -> Any:
-    """Return the module ``plugin`` if the user's JSON holds our block, otherwise None.
-
-    Raise ``ConfigError`` for an invalid block. Raise ``Unsupported`` if the block is enabled and the plugin does not
-    support this release of DeepSpeed.
-    """
+    """Return the module ``plugin`` if the JSON contains our block. Raise ``ConfigError`` or ``Unsupported``."""
     param_dict = _json_of(ds_config)
     if CONFIG_KEY not in param_dict:
         return None
@@ -120,7 +114,7 @@ def _plugin_for(ds_config: Any) -> Any:
 
     config = enabled_config(param_dict)
     if config is None:
-        # The ranks agree whether the plugin is on, so a rank whose block is not enabled takes part where it can.
+        # The ranks agree whether the plugin is on, so a rank with a disabled block takes part where it can.
         with suppress(ImportError, AttributeError):
             from deep_opt_states.zero import plugin
 
@@ -134,11 +128,7 @@ def _plugin_for(ds_config: Any) -> Any:
 
 
 def _json_of(ds_config: Any) -> dict[str, Any]:
-    """Return the user's JSON that the ``DeepSpeedConfig`` was made from; if it holds our block, under any name.
-
-    ``zero/internals`` holds the other private names of DeepSpeed, but importing it would load the plugin in every
-    process that uses DeepSpeed, also where our block is absent.
-    """
+    """Return the user's JSON. Importing its name from ``zero/internals`` would load the plugin in every process."""
     attributes: dict[str, Any] = getattr(ds_config, "__dict__", {})
     ours = (value for value in attributes.values() if isinstance(value, dict) and CONFIG_KEY in value)
     param_dict: dict[str, Any] = attributes.get("_param_dict", next(ours, {}))
@@ -146,19 +136,17 @@ def _json_of(ds_config: Any) -> dict[str, Any]:
 
 
 def _report_ignored_blocks(ds_config: Any) -> None:
-    """Raise ``ConfigError`` for our block in a wrong place, and warn of misspelled names: stock would train unnoticed.
-
-    A misspelled name may be a name of the user's own, hence no error. A block that is switched off is no mistake.
-    """
+    """Raise ``ConfigError`` for our block in a wrong place, and warn of misspelled names, which stock ignores."""
     param_dict = _json_of(ds_config)
     blocks = [block for block in ignored_blocks(param_dict) if not block.is_switched_off]
-    # Accelerate's launcher passes on the names of these keys without their values.
+    # Accelerate's launcher passes on these keys without their values.
     in_yaml = [key for key in os.environ.get(ACCELERATE_FIELDS, "").split(",") if is_our_block(key)]
     if CONFIG_KEY in in_yaml or not all(block.is_misspelled for block in blocks):
         from deep_opt_states.config import misplaced_error
 
         raise misplaced_error(next((block for block in blocks if not block.is_misspelled), None))
     if CONFIG_KEY not in param_dict:
+        # No error: a misspelled name may be the user's own.
         for block in blocks:
             _warn_of_misspelled(block.path, block.block)
         for key in in_yaml:
@@ -166,7 +154,7 @@ def _report_ignored_blocks(ds_config: Any) -> None:
 
 
 def _warn_of_misspelled(path: tuple[object, ...], block: object) -> None:
-    """Warn once per misspelled block: DeepSpeed may read the config of one engine several times."""
+    """Warn once per misspelled block, since DeepSpeed may read a config several times."""
     dotted = ".".join(map(str, path))
     if (dotted, repr(block)) in _warned_of:
         return
@@ -181,7 +169,7 @@ def _warn_of_misspelled(path: tuple[object, ...], block: object) -> None:
 
 
 def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:
-    """Wrap ``owner.method`` of ``module``, or log a warning and return False: DeepSpeed must still be importable."""
+    """Wrap ``owner.method``, or log a warning and return False: DeepSpeed must still be importable."""
     from wrapt import wrap_function_wrapper
 
     if not hasattr(getattr(module, owner, None), method):

@@ -38,14 +38,11 @@ _RETIRED = {
     "split_masters": "masters are fp32. A later release will save memory with DeepSpeed's bf16 optimizer states.",
     "gpu_fraction": 'use "placement": "planned", or "stride" with "update_stride": 2 to stream every second unit.',
 }
-"""The replacement of each key of an earlier release that is refused, whatever its value is."""
+"""The replacement of each key of an earlier release that is refused."""
 
 
 class ConfigError(ValueError):
-    """The error for an invalid block.
-
-    Its message consists of two lines per invalid key: the dotted key with the rule and the value found, and the remedy.
-    """
+    """An error with two lines per invalid key: the dotted key with the rule and the value found, and the remedy."""
 
 
 class _RuleError(ValueError):
@@ -58,13 +55,9 @@ class _RuleError(ValueError):
 
 
 class Config(BaseModel):
-    """The ``deep_optimizer_states`` block of the DeepSpeed config.
+    """The ``deep_optimizer_states`` block. A field's docstring is data: the documentation and errors show it."""
 
-    The docstring of a field is its only description. The table in the documentation shows all of it, and the error for
-    an invalid value its first sentence.
-    """
-
-    # Strict: "2" is no integer and 1 is no boolean, so a typo is refused instead of being interpreted.
+    # Strict, so that a typo such as "2" or 1 is refused instead of being interpreted.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
     enabled: bool = True
@@ -139,7 +132,6 @@ class Config(BaseModel):
     @field_validator("placement", mode="before")
     @classmethod
     def _parse_rules(cls, value: object) -> object:
-        """Return the rules if ``value`` is a list or an object, and else ``value``."""
         value = list(value) if isinstance(value, tuple) else value
         if isinstance(value, list) and not any(isinstance(entry, Mapping) for entry in value):
             remedy = 'Name parameters: [{"match": "*.mlp.*", "states": "streamed"}, {"match": "*", "states": "cpu"}].'
@@ -169,12 +161,11 @@ class Config(BaseModel):
 
     @property
     def rules(self) -> PlacementRules:
-        """Return the rules by name; without rules if ``placement`` is something else."""
         return self.placement if isinstance(self.placement, PlacementRules) else NO_RULES
 
     @property
     def may_plan(self) -> bool:
-        """Return whether the planner would decide, if not for this model, then for one with other names."""
+        """Return whether the planner would decide for some model, if not for this one."""
         return self.placement == "planned" or (isinstance(self.placement, PlacementRules) and self.placement.may_plan)
 
     def plans(self, workload: Workload) -> bool:
@@ -188,17 +179,14 @@ class Config(BaseModel):
     def check_names(
         self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Raise ``ConfigError`` if a rule by name has no effect, as ``PlacementRules.check`` with these arguments."""
+        """Raise ``ConfigError`` if a rule by name has no effect (``PlacementRules.check``)."""
         try:
             self.rules.check(trained, frozen, aliases)
         except RulesError as error:
             raise ConfigError(f"{CONFIG_KEY}.{error}") from None
 
     def workload(self, sub_groups: Sequence[Sequence[Partition]], unit_size: int | None = None) -> Workload:
-        """Return the units of ``sub_groups``, fixed where a rule by name is for their parameters.
-
-        ``unit_size`` is a choice of the planner, which ``unit_size`` of the config overrides.
-        """
+        """Return the units of ``sub_groups``, of ``unit_size`` parameters at most unless the config sets it."""
         return cut_into_units(sub_groups, self.unit_size or unit_size or DEFAULT_UNIT_SIZE, self.rules.placement_of)
 
     def plan(self, workload: Workload) -> UpdatePlan:
@@ -245,7 +233,6 @@ def misplaced_error(found: IgnoredBlock | None) -> ConfigError:
 
 
 _CHOICES = {name: f'"{name}"' for name in ("planned", "cpu", "streamed", "stride")}
-# No text stands for this placement of all units.
 _CHOICES["resident"] = '[{"match": "*", "states": "resident"}]'
 
 
@@ -255,7 +242,6 @@ def _message(key: str, rule: str, found: object, remedy: str) -> str:
 
 
 def _invalid(key: str, found: object) -> str:
-    """Return the message for an invalid value of a known key, from the field's schema."""
     schema = Config.model_json_schema()["properties"][key]
     first_sentence, *_ = " ".join(schema["description"].split()).split(". ")
     remedy = f"Leave it out for the default, or correct it: {first_sentence.replace('`', '').rstrip('.')}."
@@ -271,13 +257,12 @@ def _invalid(key: str, found: object) -> str:
 
 
 def _messages(error: ValidationError) -> list[str]:
-    """Return one message per invalid key, with the rule, the value found and the remedy."""
     by_key: dict[str, str] = {}
     for item in error.errors():
         cause, found = item.get("ctx", {}).get("error"), item["input"]
         key = cause.key if isinstance(cause, _RuleError) else str(item["loc"][0])
         if key in by_key:
-            # Pydantic reports an error for each member of a union; one message per key is enough.
+            # Pydantic reports an error for each member of a union.
             continue
         if isinstance(cause, _RuleError):
             by_key[key] = cause.message

@@ -1,6 +1,6 @@
 """Can training with the plugin start on this machine, and how are the problems fixed if it cannot?
 
-No package is imported before a check needs it, so that a missing one is a finding and does not end the report.
+Each package is imported by the check that needs it, so that a missing one is a finding.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested,
 from perf_model.units import gigabytes, size
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""PyTorch's environment variable for all entry points of the group ``torch.backends``: enabled if unset or 1."""
+"""PyTorch's switch for all entry points of the group ``torch.backends``."""
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """CUDA's number of hardware queues, which Megatron's scripts set to 1."""
 
 DEFAULT_QUEUES, STREAMS_IN_USE = 8, 9
-"""CUDA's default number of hardware queues, and the streams in use: four lanes of the update, the stream that copies
-gradients to the host, those of DeepSpeed for computing, gathering and reducing, and NCCL's."""
+"""CUDA's default, and the streams in use: four lanes, gradient copies, three of DeepSpeed, and NCCL's."""
 
 LOCKS = ("lock", ".ninja_lock")
-"""The names of the files that PyTorch's extension loader and ninja hold while they build."""
+"""The files that PyTorch's extension loader and ninja hold while they build."""
 
 
 class Status(Enum):
@@ -51,7 +50,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: the value found with the rule that it breaks, and the remedy unless it is OK."""
+    """The value found with the rule that it breaks, and the remedy unless the status is OK."""
 
     status: Status
     found: str
@@ -92,7 +91,7 @@ def _attempt(check: Callable[[], Finding]) -> Finding:
 
 
 def requirements() -> list[Requirement]:
-    """Return the required packages without extras, from our own metadata; torch if the plugin is not installed."""
+    """Return the required packages without extras; torch alone if the plugin is not installed."""
     lines = ["torch"] if _version("deep_opt_states") is None else metadata.requires("deep_opt_states") or []
     return [Requirement(line) for line in lines if "extra ==" not in line]
 
@@ -164,7 +163,7 @@ def check_switch(value: str | None) -> Finding:
 
 
 def _accelerator() -> tuple[str, int, list[tuple[str, int]]]:
-    """Return the accelerator that DeepSpeed finds, the number of devices, and the name and the bytes of each GPU."""
+    """Return DeepSpeed's accelerator, the number of its devices, and the name and bytes of each GPU."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -224,10 +223,7 @@ def check_triton(version: str | None, has_cuda: bool) -> Finding:
 
 @dataclass(frozen=True)
 class Extension:
-    """A compiled extension: DeepSpeed's CPU Adam op, which stock also needs, or the library of our C++ kernel.
-
-    PyTorch's extension loader builds it in ``folder``, which is None if it was prebuilt with DeepSpeed.
-    """
+    """An extension that PyTorch's loader builds in ``folder``, which is None if it was prebuilt with DeepSpeed."""
 
     folder: Path | None
     is_built: bool
@@ -257,7 +253,7 @@ def _own_adam() -> Extension:
 def _built_by_loader(name: str) -> Extension:
     from torch.utils.cpp_extension import _get_build_directory
 
-    # This function is private and creates the (empty) folder, but guessing the path would be worse.
+    # This private function creates the folder, but guessing the path would be worse.
     folder = Path(_get_build_directory(name, verbose=False))
     return Extension(folder, (folder / f"{name}.so").is_file())
 
@@ -275,13 +271,10 @@ def _missing_tools(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_extension(extension: Extension, missing: Sequence[str], *, ours: bool) -> Finding:
-    """Check that an extension is built, or can be built although the tools ``missing`` cannot be run.
-
-    Without DeepSpeed's op training cannot start, and without ours it is slow.
-    """
+    """Check that an extension is built, or that none of the tools that it needs is ``missing``."""
     if extension.folder is None:
         return OK("prebuilt with DeepSpeed")
-    # A built one also needs ninja: PyTorch lets ninja check whether it is up to date before it loads it.
+    # PyTorch runs ninja before it loads an extension that is built.
     if needed := [tool for tool in missing if tool == "ninja" or not extension.is_built]:
         found = (
             f"{extension.folder}: cannot be {'loaded' if extension.is_built else 'built'}; must run {', '.join(needed)}"
@@ -299,10 +292,7 @@ def check_extension(extension: Extension, missing: Sequence[str], *, ours: bool)
 
 
 def _locks() -> dict[Path, list[int]]:
-    """Return the locks in all folders of extensions, with the processes that have each open.
-
-    PyTorch's loader keeps its lock open while it builds. Processes of other users and machines cannot be seen.
-    """
+    """Return the locks of extensions, with the processes of this user on this machine that have each open."""
     folder = _own_adam().folder
     assert folder is not None
     holders: dict[Path, list[int]] = {lock: [] for name in LOCKS for lock in sorted(folder.parent.glob(f"*/{name}"))}

@@ -9,13 +9,8 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` to a file next to ``path``, and then rename that file to ``path``.
-
-    A process that reads ``path`` at the same time finds either all of the old or all of the new text. Raise ``OSError``
-    if the text cannot be written; ``path`` is unchanged then.
-    """
-    # A file from ``tempfile`` is not used, because only this user could read it. The file's name contains the node's
-    # name, because processes on nodes that share the folder may have the same pid.
+    """Replace ``path`` by a file with ``text``. Raise ``OSError``, with ``path`` unchanged, if it cannot be written."""
+    # Only this user could read a file of ``tempfile``. Processes on nodes that share the folder may have the same pid.
     partial = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         partial.write_text(text)

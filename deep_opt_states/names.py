@@ -1,7 +1,4 @@
-"""Define the version and the names that users write, and recognise misspellings of these names.
-
-They are here and not in the modules that use them, because importing ``activation`` must cost almost nothing.
-"""
+"""Define the version and the names that users write, in a module whose import costs almost nothing."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -23,14 +20,12 @@ ACCELERATE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
 def resembles_config_key(key: object) -> bool:
-    """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``.
-
-    No key of DeepSpeed itself is as similar: the nearest, ``fp32_optimizer_states``, has a similarity of 0.89.
-    """
+    """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``."""
     if not isinstance(key, str) or key == CONFIG_KEY or _is_disabled(key):
         return False
-    # Some scripts write the path to a key as one key with dots.
+    # Some scripts write a path with dots as one key.
     letters, expected = _letters(key.rpartition(".")[2]), _letters(CONFIG_KEY)
+    # DeepSpeed's most similar key is ``fp32_optimizer_states``, with a similarity of 0.89.
     return letters.startswith(("deepopt", "deepspeedopt")) or bool(
         difflib.get_close_matches(letters, [expected], cutoff=0.92)
     )
@@ -45,43 +40,37 @@ class IgnoredBlock(NamedTuple):
     """A block that DeepSpeed would ignore, because it is below the top level of the config or misspelled."""
 
     path: tuple[object, ...]
-    """The keys, and positions in lists, that lead to the block. The last key is its name as it is spelled."""
+    """The keys, and positions in lists, that lead to the block and end with its name."""
     block: object
     neighbours: Mapping[object, object]
     """The dictionary that contains the block."""
 
     @property
     def is_misspelled(self) -> bool:
-        """Return whether the name is not ours."""
         return self.path[-1] != CONFIG_KEY
 
     @property
     def is_switched_off(self) -> bool:
-        """Return whether stock DeepSpeed shall train, as it does."""
         return self.block is False or (isinstance(self.block, Mapping) and self.block.get("enabled") is False)
 
 
 def ignored_blocks(config: Mapping[str, object]) -> Iterator[IgnoredBlock]:
-    """Yield each block of a DeepSpeed config with our name below the top level, or with another spelling anywhere.
-
-    A dictionary is not searched if it is our block itself, nor if its key is disabled by a leading character.
-    """
+    """Yield each block of a config with our name below the top level, or with another spelling anywhere."""
     seen = {id(config)}
     containers: list[tuple[tuple[object, ...], Any]] = [((), config)]
-    # The list grows while it is read.
     for path, container in containers:
         for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
             if is_our_block(key):
                 if path or key != CONFIG_KEY:
                     yield IgnoredBlock((*path, key), value, container)
             elif isinstance(value, Mapping | list | tuple) and not _is_disabled(key) and id(value) not in seen:
-                # A config that is written in Python may contain itself.
+                # A config in Python may contain itself.
                 seen.add(id(value))
                 containers.append(((*path, key), value))
 
 
 def _is_disabled(key: object) -> bool:
-    """Return whether a user has disabled a key by a leading character that is not a letter."""
+    """Return whether a key starts with a character that is not a letter, by which users disable keys."""
     return isinstance(key, str) and not key.lstrip()[:1].isalpha()
 
 

@@ -1,7 +1,6 @@
-"""Where is each unit of the optimizer state best updated, in which order, and how long does that take?
+"""Where and in which order is each unit of the optimizer state best updated, and how long does that take?
 
-The package imports only the standard library, and rich, matplotlib or torch when a table, a picture or the model of a
-``config.json`` is requested, so that a plan takes about a second. It can also be for another machine.
+The package needs only the standard library. rich, matplotlib and torch are imported when they are used.
 
     HardwareProfile -> CostModel + Workload -> UpdatePlan -> Schedule -> Timeline
 """

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from perf_model.cli.planning_commands import CommandParser, add_list_option, add_planning_commands
 
 COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report", "delink")
-"""Commands that only ``deep-opt-states`` has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in ``arguments``, by default those of the process. Return its exit code."""
+    """Run the command in ``arguments``, which default to those of the process, and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = CommandParser(
         prog="python -m perf_model", description="Plan and predict interleaved optimizer offloading."

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILE_BYTES = 10_000_000
-"""The size of the largest file that is read. Real ones are below 1 MB, and a checkpoint named by mistake is larger."""
+"""Real files are below 1 MB. A larger file is a mistake, such as a checkpoint."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return the UTF-8 text of the file ``path``. Raise ``OSError`` or ``ValueError`` if it cannot be read as such."""
+    """Return the UTF-8 text of the file ``path``. Raise ``OSError`` or ``ValueError``."""
     if path.stat().st_size > max_bytes:
         raise ValueError(f"it has more than {max_bytes / 1e6:,.0f} MB")
     # Some editors write a byte order mark, which is not part of the text.
@@ -46,7 +46,7 @@ def shorten(value: object) -> str:
 
 
 def printable(text: object, most: int | None = None) -> str:
-    """Return ``text`` in one line, with escapes such as ``\\n``; the middle is left out beyond ``most`` characters."""
+    """Return ``text`` in one line with escapes such as ``\\n``, and at most ``most`` characters, without the middle."""
     characters = str(text)
     if most is not None and len(characters) > most:
         left, right = most * 2 // 3, most // 3

@@ -1,4 +1,5 @@
-"""Collect all that a plan depends on, so that ``plan`` and a training run that know the same find the same plan."""
+"""Collect everything that a plan depends on, so that the command and every rank of a training run find the same
+plan."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from perf_model.units import GB, gigabytes
 
 @dataclass(frozen=True, kw_only=True)
 class SizedPlan:
-    """A plan with its prediction, and the size that its units were cut to."""
+    """A plan with its prediction and its unit size."""
 
     unit_size: int
     planned: PlannedUpdate
@@ -34,7 +35,7 @@ class SizedPlan:
         return self.planned.plan
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the decisions of the planner, from which ``PlanRequest.restore`` forms the plan on another rank."""
+        """Return the decisions of the planner, which ``PlanRequest.restore`` reads on another rank."""
         plan = self.plan
         return {
             "unit_size": self.unit_size,
@@ -47,12 +48,8 @@ class SizedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """All that a plan depends on.
-
-    ``sub_groups`` are one rank's partitions of the parameters, by sub-group and in DeepSpeed's order. ``rules`` place
-    some of them. ``unit_sizes`` are the sizes to choose from. ``uses`` holds the names of the parameters in the order
-    in which forward uses them, each as often as it does; it defaults to the order of ``sub_groups``.
-    """
+    """Everything that a plan depends on. ``sub_groups`` contains one rank's partitions in DeepSpeed's order. ``uses``
+    contains the names of the parameters in order of use, once per use. It defaults to the order of ``sub_groups``."""
 
     sub_groups: Sequence[Sequence[Partition]]
     unit_sizes: tuple[int, ...]
@@ -88,7 +85,7 @@ class PlanRequest:
     def changes_of_exposed_s(
         self, planned: PlannedUpdate, moves: Iterable[tuple[int, Placement]]
     ) -> dict[tuple[int, Placement], float | None]:
-        """Return by how many seconds the exposed time changes with each move of one unit; None if it does not fit."""
+        """Return by how many seconds each move of one unit changes the exposed time, None if it does not fit."""
         first_use = self.first_use_of(planned.plan.workload)
         moved = {move: in_forward_order(_moved(planned.plan, *move), first_use) for move in moves}
         fitting = {move: plan for move, plan in moved.items() if not self.budgets.missing(memory_of(plan, self.setup))}
@@ -96,7 +93,8 @@ class PlanRequest:
         return dict.fromkeys(moved) | changes_s
 
     def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
-        """Return the reason, empty if something is; ``unavailable`` says why the accelerator cannot update."""
+        """Return the reason, or an empty text if a unit is streamed. ``unavailable`` is the reason why the accelerator
+        cannot update."""
         if Placement.STREAMED in plan.placements:
             return ""
         if unavailable:
@@ -121,12 +119,12 @@ class PlanRequest:
         return f"Nothing is streamed: {why}"
 
     def _bytes_to_stream(self, plan: UpdatePlan) -> int:
-        """Return the least accelerator memory with which the planner can stream a unit."""
+        """Return the least accelerator memory with which a unit can be streamed."""
         shortest = min((unit for unit in plan.workload.units if unit.fixed is None), key=lambda unit: unit.numel)
         return memory_of(_moved(least_plan(plan.workload), shortest.index, Placement.STREAMED), self.setup).gpu_bytes
 
     def restore(self, decisions: Mapping[str, Any]) -> UpdatePlan:
-        """Return the plan of ``SizedPlan.to_json_dict``. Raise ``ValueError`` if the sub-groups differ."""
+        """Return the plan with these ``decisions``. Raise ``ValueError`` if the sub-groups differ."""
         plan = UpdatePlan(
             workload=self.workload(decisions["unit_size"]),
             placements=tuple(map(Placement, decisions["placements"])),
@@ -141,7 +139,7 @@ class PlanRequest:
         return plan
 
     def first_use_of(self, workload: Workload) -> tuple[int, ...] | None:
-        """Return the units in the order in which forward first uses them; None if it is not known."""
+        """Return the units in the order in which forward first uses them, None if it is unknown."""
         return None if self._uses is None else self._uses.first_use(workload)
 
     def _with_uses(self, workload: Workload) -> Workload:
@@ -153,5 +151,4 @@ class PlanRequest:
 
 
 def _moved(plan: UpdatePlan, unit: int, placement: Placement) -> UpdatePlan:
-    """Return ``plan`` with another placement of one unit."""
     return replace(plan, placements=(*plan.placements[:unit], placement, *plan.placements[unit + 1 :]))

@@ -1,13 +1,13 @@
-"""Which units update where, so that an iteration exposes the least time of the update within the memory budgets?
+"""Find the plan with the least exposed time within the memory budgets.
 
-The units that forward uses first are resident (R), as many as fit next to the slots: their states need no copy. A
-share of the others is updated on the CPU (c), preferably those that forward needs late, and the rest is streamed (S)::
+As many units as fit are resident (R), those that forward uses first. Of the others, a share is updated on the CPU (c),
+preferably those that forward needs late. The rest is streamed (S)::
 
     R R R R S S S c S c c c     4 residents, and half of the others on the CPU, late
 
-A grid of such placements is simulated for units of a medium size. Coordinate descent follows: the size of the units,
-the slots, the share on the CPU, how late it is and the residents are changed one after another. Nothing depends on the
-clock or on chance, so that every rank finds the same plan.
+A grid of such placements is simulated for units of medium size. Coordinate descent then changes one value at a time:
+the unit size, the slots, the share on the CPU, how late it is, and the residents. Nothing depends on the clock or on
+chance, so that every rank finds the same plan.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 
 UNIT_SIZES = tuple(10**6 * millions for millions in (5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000))
-"""The unit sizes to choose from, in parameters."""
 
 MAX_SLOTS = 4
-"""The most slots of a plan: one is filled, one is updated, one is flushed, one is free."""
+"""One slot is filled, one is updated, one is flushed and one is free."""
 
 SHARES = (*((tenth / 10, 1.0) for tenth in range(11)), (0.0, 0.0))
-"""The shares on the CPU and the residents, as shares of those that fit, that are simulated first."""
+"""The shares on the CPU and of the residents that fit, which are simulated first."""
 
 FIRST_STEP, LAST_STEP = 1 / 20, 1 / 250
-"""The changes of a share, halved if a round gains less than ``LITTLE``."""
+"""The changes of a share. They are halved if a round gains less than ``LITTLE``."""
 
 LITTLE = 0.001
-"""A relative gain that is negligible, and the share of forward up to which exposed time is."""
+"""A negligible gain, and the negligible exposed time as a share of forward."""
 
 ALMOST_BEST = 1.005
-"""Larger units are chosen if they expose at most this multiple of the least time: they have less overhead."""
+"""Larger units, which have less overhead, are chosen if they expose at most this multiple of the least time."""
 
 GRID_UNITS, MAX_UNITS = 150, 600
-"""The fewest units that the grid is simulated for, and the most of a size that is tried if a larger one fits."""
+"""The fewest units of the grid, and the most units of a size if a larger size fits."""
 
 MAX_SIMULATED_UNITS = 15_000
-"""The units of all plans that are simulated, at about 50 us each, before the descent ends."""
+"""The units of all simulated plans, at about 50 us each, after which the descent ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +75,18 @@ def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: Trainin
 
 
 def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:
-    """Return ``plan`` with its units in the order ``first_use``, which defaults to their own."""
+    """Return ``plan`` with its units in the order ``first_use``, which defaults to the order of the indices."""
     return replace(plan, order=None if first_use is None else forward_order(plan.workload, plan.placements, first_use))
 
 
 def least_plan(workload: Workload) -> UpdatePlan:
-    """Return the plan with the least memory: the CPU updates every unit whose placement is not fixed."""
+    """Return the plan with the least memory, in which the CPU updates every unit that is not fixed."""
     placements = tuple(unit.fixed or Placement.CPU for unit in workload.units)
     return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
 
 def require_memory(workload: Workload, cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
-    """Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` for a fixed placement that the machine cannot have."""
+    """Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` if the machine cannot update a fixed unit."""
     for unit in workload.units:
         if unit.fixed is not None and unit.fixed not in cost.placements:
             raise ValueError(
@@ -111,12 +110,9 @@ def plan_units(
     setup: TrainingSetup,
     first_use_of: Callable[[Workload], tuple[int, ...] | None] = lambda workload: None,
 ) -> tuple[int, PlannedUpdate]:
-    """Return the unit size, in parameters, that exposes the least time, and its plan.
-
-    ``workload_of`` maps a size to the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise
-    ``DoesNotFit`` if no plan fits with any size, and ``ValueError`` for a workload without units or with a fixed
-    placement that the machine cannot have.
-    """
+    """Return the unit size, in parameters, that exposes the least time, and its plan. ``workload_of`` maps a size to
+    the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise ``DoesNotFit`` if no plan fits, and
+    ``ValueError`` if there are no units or the machine cannot update a fixed one."""
     cuts: list[_Cut] = []
     errors: list[DoesNotFit] = []
     for unit_size in sorted(set(sizes), reverse=True):
@@ -142,7 +138,7 @@ def plan_units(
 
 @dataclass(frozen=True)
 class _Cut:
-    """The units of one size, and the windows with the order in which forward uses them."""
+    """The units of one size, and the windows with the order of their first use."""
 
     unit_size: int
     workload: Workload
@@ -151,12 +147,9 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The values that determine a plan.
-
-    ``cut`` is the position of the size in ``_Search``. ``residents`` is a share of the units that fit as residents, and
-    ``cpu_share`` the share on the CPU of the other parameters: where forward has passed the share y of these, it has
-    passed the share ``y ** cpu_power`` of those on the CPU.
-    """
+    """The values that determine a plan. ``cut`` is the index of the unit size. ``residents`` is a share of the units
+    that fit as residents, and ``cpu_share`` is the CPU's share of the other parameters. After a share y of these,
+    forward has passed ``y ** cpu_power`` of the CPU's."""
 
     cut: int
     num_slots: int
@@ -166,13 +159,13 @@ class _Choice:
 
 
 _Seconds = tuple[float, float, int]
-"""The order of plans: by their exposed seconds, then by the seconds of the update, then by their slots."""
+"""The exposed seconds, the seconds of the update and the number of slots, by which plans are compared."""
 
 _NEVER: _Seconds = (float("inf"), float("inf"), 0)
 
 
 class _Search:
-    """The plans that were simulated. ``cuts`` have different units, the largest ones first."""
+    """The plans that were simulated. ``cuts`` are ordered from the largest units to the smallest."""
 
     def __init__(self, cuts: list[_Cut], cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
         self.simulations = 0
@@ -190,7 +183,6 @@ class _Search:
         self._known: dict[tuple[int, tuple[Placement, ...], int], _Seconds] = {}
 
     def run(self) -> tuple[_Cut, UpdatePlan]:
-        """Return the best plan, and the cut that it is for."""
         units = [len(cut.workload.units) for cut in self._cuts]
         cut = next((position for position, count in enumerate(units) if count >= GRID_UNITS), len(units) - 1)
         choices = [_Choice(cut, slots, *shares) for shares, slots in product(SHARES, range(1, MAX_SLOTS + 1))]
@@ -215,7 +207,6 @@ class _Search:
         return self._cuts[best.cut], plan
 
     def _neighbours(self, choice: _Choice, name: str, step: float) -> Iterator[_Choice]:
-        """Yield the choices with a slightly smaller and a slightly larger value of the field ``name``."""
         value = getattr(choice, name)
         factor = 1 + 12 * step  # of a power, 1.6 at first
         low, high, smaller, larger = {
@@ -227,7 +218,6 @@ class _Search:
         yield replace(choice, **{name: min(high, larger)})
 
     def _seconds(self, choice: _Choice) -> _Seconds:
-        """Return the seconds of a choice, ``_NEVER`` if it does not fit."""
         if choice not in self._plans:
             self._plans[choice] = self._place(choice)
         plan = self._plans[choice]
@@ -243,7 +233,6 @@ class _Search:
         return self._known[key]
 
     def _place(self, choice: _Choice) -> UpdatePlan | None:
-        """Return the plan of a choice, None if it does not fit."""
         cut = self._cuts[choice.cut]
         free = [unit for unit in cut.windows.in_order_of_use(cut.workload) if unit.fixed is None]
 

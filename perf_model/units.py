@@ -7,7 +7,7 @@ import math
 GB = 10**9
 
 DIGITS = 2
-"""The significant digits of predictions: their errors are percents."""
+"""The significant digits of predictions, whose errors are percents."""
 
 
 def gigabytes(size_bytes: float) -> str:
@@ -34,25 +34,24 @@ def seconds(duration_s: float, digits: int = 3) -> str:
 
 
 def significant(value: float, digits: int) -> str:
-    """Return ``value`` with so many significant digits and without an exponent, such as ``1,600`` or ``0.50``."""
+    """Return ``value`` with so many significant digits and no exponent, such as ``1,600`` or ``0.50``."""
     rounded = float(f"{value:.{digits}g}")
     decimals = digits - 1 - math.floor(math.log10(abs(rounded))) if rounded else 0
     return f"{rounded:,.{max(0, decimals)}f}"
 
 
 def gigabytes_per_second(bytes_per_s: float) -> str:
-    """Return the rate in GB/s with three significant digits at most."""
+    """Return the rate in GB/s with at most three significant digits."""
     return f"{_without_exponent(bytes_per_s / GB)} GB/s"
 
 
 def params_per_second(params_per_s: float) -> str:
-    """Return the rate with three significant digits at most, in millions or billions of parameters per second."""
+    """Return the rate in M or B params/s with at most three significant digits."""
     unit, letter = (1e9, "B") if params_per_s >= 0.9995e9 else (1e6, "M")
     return f"{_without_exponent(params_per_s / unit)} {letter} params/s"
 
 
 def _without_exponent(rate: float) -> str:
-    """Return ``rate`` with three significant digits at most, without zeros at the end: ``25`` or ``1,500``."""
     return f"{float(f'{rate:.3g}'):,.15g}"
 
 

@@ -13,14 +13,11 @@ from perf_model.prediction.hardware import HardwareProfile, ProfileError
 
 
 def examine_config(path: Path) -> dict[str, Finding]:
-    """Return the findings about the DeepSpeed config in ``path``, by the checks at start that need no engine.
-
-    An engine also checks its optimizer and its model.
-    """
+    """Return the findings about the DeepSpeed config in ``path``, by the checks at start that need no engine."""
     try:
         return {path.name: _check(_read(path))}
     except (ValueError, AssertionError) as error:
-        # Our errors have a line with the rule and one with the remedy per broken rule, below a title if there are many.
+        # Our errors consist of pairs of lines, the rule and the remedy, below a title if there are many.
         lines = [line for line in str(error).splitlines() if not line.endswith(":")]
         if type(error) in (ConfigError, ProfileError, Unsupported) and len(lines) % 2 == 0:
             pairs = list(zip(lines[::2], lines[1::2], strict=True))
@@ -46,7 +43,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(raw: dict[str, Any]) -> Finding:
-    """Return that the plugin accepts the config, or why it would not train. Raise the errors of a start."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from deep_opt_states.zero.start.refusals import refuse_config

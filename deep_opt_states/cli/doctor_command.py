@@ -1,4 +1,4 @@
-"""Print what keeps training from starting on this machine, or with a DeepSpeed config."""
+"""Print the problems that keep training from starting on this machine, or with a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings about this machine, or about a config.
-
-    Return the exit code: 1 if training cannot start, or would start without the plugin.
-    """
+    """Print the findings, and return the exit code: 1 if training cannot start, or would start without the plugin."""
     if options.config is None:
         findings = examine(os.environ)
     else:
@@ -32,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     table.add_column(overflow="fold")
     for topic, finding in findings.items():
         text = finding.found + (f"\n-> {finding.remedy}" if finding.remedy else "")
-        # Text, because the value found may contain square brackets, which are markup in a str.
+        # The value found may contain square brackets, which are markup in a str.
         table.add_row(Text(finding.status.value, STYLES[finding.status]), Text(topic), Text(text))
     console.print(table)
     console.print()

@@ -1,8 +1,4 @@
-"""Parse the command line ``deep-opt-states``, and run the command.
-
-The planning commands are the same as in ``python -m perf_model`` and need no torch. The module of a command is imported
-when the command runs.
-"""
+"""Parse the command line ``deep-opt-states``, and run the command, whose module is imported only then."""
 
 from __future__ import annotations
 
@@ -15,18 +11,13 @@ from perf_model.cli.planning_commands import CommandParser, add_list_option, add
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` name, which default to those of the process, and return its exit code.
-
-    Raise ``SystemExit(2)``, from argparse, for unknown arguments.
-    """
+    """Run the command of ``arguments`` and return its exit code. Raise ``SystemExit(2)`` for unknown arguments."""
     parser = CommandParser(prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed.")
     commands = parser.add_subparsers(metavar="command", required=True)
     add_list_option(parser)
     add_planning_commands(commands)
 
     def add(name: str, about: str, more: str = "") -> argparse.ArgumentParser:
-        """Add the command whose function ``run`` is in the module of that name."""
-
         def run(options: argparse.Namespace) -> int:
             code: int = importlib.import_module(f"deep_opt_states.cli.{name}_command").run(options)
             return code

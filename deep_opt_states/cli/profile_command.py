@@ -32,11 +32,7 @@ UNITS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the profile, print it, and return the exit code: 1, with the reason on stderr, if it fails.
-
-    Under torchrun all ranks measure, and rank 0 alone writes and prints. Only an error before the ranks have connected
-    is printed by each rank that has it.
-    """
+    """Write and print the profile on rank 0, and return the exit code: 1, with the reason on stderr, if it fails."""
     from deepspeed.accelerator import get_accelerator
 
     from deep_opt_states.zero.start.node_share import core_share
@@ -46,15 +42,15 @@ def run(options: argparse.Namespace) -> int:
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     prints_errors = True
     try:
-        # An error before the ranks have connected ends this process; the launcher then ends the other ranks.
+        # Before the ranks have connected, an error ends this process, and the launcher ends the other ranks.
         if is_rank_0:
             check_output(output)
         accelerator = _accelerator(int(os.environ.get("LOCAL_RANK", "0")))
-        # The CPU accelerator has no memory of its own, so no copies are measured.
+        # The CPU accelerator has no memory of its own.
         device = None if accelerator.slots_on_host else accelerator.device
         bar = partial(track, description="Measuring", console=Console(stderr=True), disable=not is_rank_0)
         with launched_ranks(os.environ) as ranks:
-            # From here on, an error of one rank is raised on all of them.
+            # From here on, an error is raised on all ranks.
             prints_errors = is_rank_0
             num_ranks = ranks.size
             share = core_share(accelerator, ranks)
@@ -82,7 +78,7 @@ def check_output(path: Path) -> None:
             raise ProfileError(f"{rule}; found no folder {path.parent}.\n{remedy}")
         if path.exists() and not path.is_file():
             raise ProfileError(f"{rule}; found {path}, which is not a regular file.\n{remedy}")
-        # Write a trial file, because permissions do not show that a file system is full or read-only.
+        # Permissions do not show that a file system is full or read-only.
         trial = path.with_name(f".{path.name}.{os.getpid()}")
         replace_file(trial, "")
         trial.unlink()
@@ -128,7 +124,7 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
 
 
 def _row(quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
-    """Return the cells of a row. The reason of a waived quantity is added to ``reasons``, printed below the table."""
+    """Return the cells of a row. The reason of a waived quantity is added to ``reasons``."""
     if measurement.waived is not None:
         if measurement.waived not in reasons:
             reasons.append(measurement.waived)

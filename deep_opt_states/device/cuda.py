@@ -10,20 +10,14 @@ import torch
 from deep_opt_states.device.slab import HostSlab
 
 CLOCK_HZ = 2e9
-"""An approximate GPU clock rate. ``torch.cuda._sleep`` takes its duration in clock cycles."""
+"""An approximate GPU clock rate: ``torch.cuda._sleep`` takes its duration in clock cycles."""
 
 CHUNK_BYTES = 64 * 2**20
-"""A large copy is divided into chunks of this size, of 1 to 3 ms over PCIe and 0.2 ms at 360 GB/s.
-
-Smaller chunks would cost bandwidth, because each copy has a fixed cost of some microseconds.
-"""
+"""The bytes of a chunk, which takes 1 to 3 ms over PCIe. Smaller chunks would cost bandwidth."""
 
 
 class CudaEvent:
-    """A CUDA event with timing. A host thread that waits for it sleeps instead of spinning.
-
-    A spinning thread would take one of the few cores on which the threads of autograd, NCCL and others launch kernels.
-    """
+    """A CUDA event with timing. The host sleeps for it: spinning would take a core on which threads launch kernels."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -57,13 +51,11 @@ class CudaStream:
 class CudaDevice:
     """The GPU with the given ``index`` in this process.
 
-    A copy engine executes one copy at a time, so copies of whole states would make each small copy of the training
-    script in the same direction wait for tens of milliseconds. The priority of a stream does not help: it has "no
-    effect on host-to-device and device-to-host memory operations" (``cudaStreamCreateWithPriority``). Therefore copies
-    of more than half of ``chunk_bytes`` are divided into chunks of at most ``chunk_bytes``, with a kernel that does
-    nothing after each chunk. NVIDIA does not document in which order an engine serves the streams. In a published
-    study (meta-pytorch/torchrec#4315), and on one H100 (docs/benchmarking.md), it continued with copies of the same
-    stream as long as the next one was ready, and a kernel between two copies let those of other streams overtake.
+    A copy engine executes one copy at a time, so a copy of whole states would delay small copies of the training script
+    by tens of milliseconds. Stream priorities have no effect on copies (``cudaStreamCreateWithPriority``). Therefore
+    large copies are divided into chunks of at most ``chunk_bytes``. The empty kernel after each chunk lets copies of
+    other streams overtake. NVIDIA does not document this, but it was measured (meta-pytorch/torchrec#4315,
+    docs/benchmarking.md).
     """
 
     shares_host_memory = False
@@ -74,8 +66,8 @@ class CudaDevice:
         self._chunk_bytes = chunk_bytes
 
     def enter_thread(self) -> None:
-        # Every thread has its own current device, which is GPU 0 at first. A CUDA call that names no device would
-        # create a context there: half a gigabyte of GPU 0 per rank.
+        # Each thread has its own current device, at first GPU 0. Any other CUDA call would create a context there,
+        # which takes half a gigabyte of GPU 0 per rank.
         torch.cuda.set_device(self._device)
 
     def stream(self) -> CudaStream:
@@ -91,7 +83,7 @@ class CudaDevice:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # With pageable memory every copy would block the host, so that nothing could overlap.
+        # A copy from or to pageable memory would block the host.
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
     def host_slab(self, size_bytes: int) -> HostSlab:
@@ -106,7 +98,6 @@ class CudaDevice:
         for begin in range(0, source.numel(), chunk_numel):
             numel = min(chunk_numel, source.numel() - begin)
             destination.narrow(0, begin, numel).copy_(source.narrow(0, begin, numel), non_blocking=True)
-            # The next chunk, or the next tensor on this stream, is not ready before this kernel has ended.
             self.occupy(0.0)
 
     def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -121,10 +112,7 @@ class CudaDevice:
         torch._C._host_emptyCache()
 
     def _divides(self, destination: torch.Tensor, source: torch.Tensor) -> bool:
-        """Return whether the copy is divided into chunks: it is large, and a copy engine copies its bytes.
-
-        Within the GPU a kernel copies, and PyTorch converts dtypes and layouts by a kernel.
-        """
+        """Return whether the copy is large, and a copy engine executes it rather than a kernel."""
         return (
             2 * source.nbytes > self._chunk_bytes
             and destination.device != source.device
@@ -139,7 +127,7 @@ class CudaDevice:
         self._check(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
 
         def unlock() -> None:
-            # Garbage may be collected on a thread whose current device is another one, and while copies are in flight.
+            # Garbage may be collected on another thread, and while copies are in flight.
             with torch.cuda.device(self._device):
                 torch.cuda.synchronize()
                 self._check(torch.cuda.cudart().cudaHostUnregister(address))
@@ -147,27 +135,24 @@ class CudaDevice:
         return unlock
 
     def _check(self, result: int) -> None:
-        """Raise ``CudaError`` unless ``result`` is success. Clear CUDA's own record of the error before that.
-
-        PyTorch reads that record after each launch. The next launch, perhaps of NCCL while the ranks agree on the error
-        that is raised here, would raise the stale error.
-        """
+        """Raise ``CudaError`` unless ``result`` is success. A later launch does not raise the same error again."""
         try:
             torch.cuda.check_error(result)
         except torch.cuda.CudaError:
-            # PyTorch has no binding for cudaGetLastError. A launch that finds an error raises it and clears the record.
+            # PyTorch has no binding for cudaGetLastError. A launch that finds the error in CUDA's record clears it;
+            # otherwise the next launch, perhaps one of NCCL, would raise it.
             with suppress(RuntimeError):
                 torch.ones(1, device=self._device)
             raise
 
 
 def allocated_bytes() -> int:
-    """Return the bytes of the GPU that tensors of this process use now, without those in PyTorch's cache."""
+    """Return the bytes of the GPU that this process's tensors use now, without those in PyTorch's cache."""
     return int(torch.cuda.memory_stats().get("allocated_bytes.all.current", 0))
 
 
 def reserved_bytes() -> int:
-    """Return the bytes of the GPU that PyTorch holds now, with those in its cache. This is fast and asks no driver."""
+    """Return the bytes of the GPU that PyTorch holds now, with those in its cache, without a call to the driver."""
     stats = torch.cuda.memory_stats_as_nested_dict()
     return int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
 
@@ -190,9 +175,8 @@ def _peak_and_freed_bytes(stats: dict[str, int]) -> tuple[int, int]:
 def free_and_retries(since: tuple[int, int] | None) -> tuple[int, int]:
     """Return the bytes of the GPU that were free at PyTorch's peak, and the number of allocations that were retried.
 
-    PyTorch retries an allocation after it has emptied its cache. A script may also empty it, so the memory that is free
-    at one moment does not show the peak. ``since``: only of the peak after these peak and freed bytes. If that is below
-    the peak before, it is not known exactly, and the number of bytes may be too small.
+    PyTorch retries an allocation after it has emptied its cache. ``since`` holds earlier peak and freed bytes, and
+    limits the result to the peak after them. If that peak is lower, the returned bytes may be too few.
     """
     stats = torch.cuda.memory_stats()
     peak_bytes, freed_bytes = _peak_and_freed_bytes(stats)
@@ -203,13 +187,13 @@ def free_and_retries(since: tuple[int, int] | None) -> tuple[int, int]:
 
 
 class AllocatorWatch:
-    """The GPU memory that training takes from PyTorch's allocator, without that of the optimizer's plans."""
+    """The GPU memory that training takes from PyTorch's allocator, without the memory of the optimizer's plans."""
 
     def __init__(self) -> None:
         self._changed: tuple[int, int] | None = None
-        """The peak and the freed bytes when a plan last took or freed memory; None if none ever did."""
+        """The peak and the freed bytes when a plan last took or freed memory."""
         self._taken_bytes = 0
-        """The bytes that plans have allocated since the start, less those that they have freed."""
+        """The bytes that plans have allocated, less those that they have freed."""
         self._retries_of_plans = 0
         self._failed = failed_allocations()
 
@@ -217,8 +201,8 @@ class AllocatorWatch:
     def changing_plan(self) -> Iterator[None]:
         """Attribute allocations in this context to the plan, and measure peaks anew afterwards.
 
-        PyTorch's cache is emptied before and after. States inside cached blocks of training would split them, and the
-        next peak would not show the need of training if memory of the plan hid in the cache.
+        PyTorch's cache is emptied before and after: states would split cached blocks of training, and cached memory of
+        the plan would hide the next peak of training.
         """
         torch.cuda.empty_cache()
         allocated, (_, retries), failed = allocated_bytes(), free_and_retries(None), failed_allocations()

@@ -1,8 +1,7 @@
 """Define the device interface that the executor is written against: streams, events, memory and copies.
 
-The semantics are CUDA's. Work that is issued on a stream runs in the order of issue, possibly after the call has
-returned. An event marks the work that was issued on a stream so far. A stream or the host can wait for it; for an event
-that was never recorded, the wait ends immediately.
+The semantics are CUDA's: work on a stream runs in the order of issue, possibly after the call has returned. A wait for
+an event that was never recorded ends immediately.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from deep_opt_states.device.slab import HostSlab
 
 
 class Event(Protocol):
-    """A mark in the work of a stream, which streams and the host can wait for."""
+    """A mark behind the work that was issued on a stream so far, which streams and the host can wait for."""
 
     def synchronize(self) -> None:
         """Block the host until the work that the event marks has finished."""
@@ -34,7 +33,7 @@ EventT_contra = TypeVar("EventT_contra", bound=Event, contravariant=True)
 
 
 class Stream(Protocol[EventT_contra]):
-    """A queue of operations that run in order, concurrently with those of other streams."""
+    """A queue of operations that run in order, concurrently with other streams."""
 
     def record(self, event: EventT_contra) -> None:
         """Mark everything that has been issued on this stream so far with ``event``."""
@@ -47,10 +46,7 @@ class Stream(Protocol[EventT_contra]):
 
 
 class Device(Protocol[EventT]):
-    """An accelerator, with its memory, its streams, and host memory that it can copy from and to.
-
-    Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are called.
-    """
+    """An accelerator. Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are called."""
 
     @property
     def shares_host_memory(self) -> bool:
@@ -84,14 +80,14 @@ class Device(Protocol[EventT]):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy within the accelerator, or between it and the host, on the current stream. Convert if the dtypes differ.
 
-        A device with queues for copies divides large ones, so that a small copy of another stream overtakes them.
+        A device with queues for copies divides large ones, so that small copies of other streams overtake them.
         """
 
     def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each source to its destination, of the same dtype, within the accelerator on the current stream."""
 
     def occupy(self, seconds: float) -> None:
-        """Keep the current stream busy for about ``seconds``, so that later operations are queued behind that."""
+        """Keep the current stream busy for about ``seconds``."""
 
     def release_cached(self) -> None:
-        """Return memory that no tensor uses any more to the system: page-locked memory and accelerator memory."""
+        """Return page-locked memory and accelerator memory that no tensor uses any more to the system."""

@@ -17,10 +17,7 @@ import torch
 HUGE_PAGE_BYTES = 2 * 2**20
 
 Register: TypeAlias = Callable[[int, int], Callable[[], object]]
-"""A function that page-locks an address range, given as start and size in bytes, and returns a function that undoes it.
-
-The latter first waits for the accelerator's copies from and to the range. It may be called on any thread.
-"""
+"""A function that page-locks (address, bytes), and returns one that waits for copies and undoes it, on any thread."""
 
 LOCK_REMEDY = (
     "Raise the memlock limit (ulimit -l unlimited; for a container --ulimit memlock=-1), or train on more ranks."
@@ -34,9 +31,8 @@ class HostMemoryError(RuntimeError):
 class HostMapping(mmap.mmap):
     """Anonymous memory of this process that is unregistered before it is unmapped.
 
-    The slab and each tensor over it hold a reference to the mapping. The last one that is dropped unregisters it, since
-    an engine may be collected without ``destroy()``. A ``weakref.finalize`` would be too late: ``mmap.mmap`` unmaps
-    before it calls the callbacks of weak references.
+    The slab and its tensors refer to the mapping, and the last reference unregisters it. A ``weakref.finalize`` would
+    be too late, because ``mmap.mmap`` unmaps before the callbacks of weak references run.
     """
 
     unregister_once: Callable[[], object] | None = None
@@ -48,7 +44,7 @@ class HostMapping(mmap.mmap):
             unregister()
 
     def __del__(self) -> None:
-        # While the interpreter shuts down, the driver may be gone, and the system takes all memory back soon.
+        # During shutdown the driver may be gone.
         if not sys.is_finalizing():
             self.unregister()
 
@@ -57,11 +53,8 @@ _mappings: weakref.WeakSet[HostMapping] = weakref.WeakSet()
 
 
 def _keep_mappings_in_forked_child() -> None:
-    """Keep a forked child from unmapping addresses that it did not inherit, and where it may have mapped other memory.
-
-    The child has the Python objects of its parent, but not the memory behind them. Because of one more reference, they
-    are never finalized, not even when the interpreter of the child shuts down.
-    """
+    """Keep a forked child from unmapping addresses at which it may have mapped other memory."""
+    # With one more reference they are never finalized, even when the interpreter shuts down.
     for mapping in _mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
@@ -70,10 +63,10 @@ os.register_at_fork(after_in_child=_keep_mappings_in_forked_child)
 
 
 class HostSlab:
-    """Host memory of ``size_bytes`` zero bytes. It is pageable until ``lock`` page-locks it with ``register``.
+    """Host memory of ``size_bytes`` zero bytes, which is pageable until ``lock`` page-locks it with ``register``.
 
-    A page is allocated when a thread first touches it, on the NUMA node of that thread's core. A forked child does not
-    inherit the pages: it ends by SIGSEGV if it uses them. Raise ``HostMemoryError`` if the system refuses the memory.
+    First touch places a page on the NUMA node of the touching thread. A forked child does not inherit the pages, and
+    ends by SIGSEGV if it uses them. Raise ``HostMemoryError`` if the system refuses the memory.
     """
 
     def __init__(self, size_bytes: int, register: Register | None = None) -> None:
@@ -82,18 +75,13 @@ class HostSlab:
         self._memory = _map(size_bytes) if size_bytes > 0 else None
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on, which keeps them alive.
-
-        It has its own storage, because ``torch.save`` writes whole storages, even for a view.
-        """
+        """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on, which keeps them alive."""
         assert self._memory is not None
+        # Each tensor has its own storage, because ``torch.save`` writes whole storages, even for a view.
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
 
     def lock(self) -> None:
-        """Register the memory with the driver. Raise ``HostMemoryError`` if it refuses.
-
-        Call this once all pages are touched: registering touches the others, near the core that registers.
-        """
+        """Register the memory, whose pages must all be touched. Raise ``HostMemoryError`` if the driver refuses."""
         if self._register is None or self._memory is None:
             return
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -114,7 +102,7 @@ class HostSlab:
 
 def _map(size_bytes: int) -> HostMapping:
     try:
-        # A shared mapping would be a file in memory, for which container limits and huge pages have other rules.
+        # A shared mapping would be a file in memory, with other rules for container limits and huge pages.
         memory = HostMapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if error.errno != errno.ENOMEM:
@@ -124,13 +112,12 @@ def _map(size_bytes: int) -> HostMapping:
             f"refused: {error.strerror}.\n"
             "Raise ulimit -v, or vm.overcommit_ratio where vm.overcommit_memory is 2, or train on more ranks."
         ) from error
-    # After a fork, the process that writes to a page first would get a copy of it. If that were the parent, then the
-    # accelerator would still use the registered page, which would no longer be the parent's. Newer kernels copy
-    # registered pages immediately instead: the whole slab, for each process that loads data.
+    # After a fork, the process that writes to a page first gets a copy. If that were the parent, the accelerator would
+    # use a page that is no longer the parent's. Newer kernels copy the whole slab for each data loader.
     memory.madvise(mmap.MADV_DONTFORK)
     _mappings.add(memory)
     if size_bytes >= HUGE_PAGE_BYTES:
-        # Huge pages only make access faster. A Linux kernel that is built without them refuses this advice.
+        # A Linux kernel that is built without huge pages refuses this advice.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,14 +1,8 @@
 """Choose the cores for a rank's CPU updates, and keep all other threads of the process off them.
 
-Each rank gets:
-
-- One thread per physical core: the bandwidth of host memory limits the update, and a second thread adds none.
-- Cores of its own, about as many as every other rank: the ranks of a node update at the same time, and the slowest one
-  determines when the step ends.
-- Cores near the rank's GPU: first touch places memory on the NUMA node of the touching thread, and the GPU copies it
-  from there.
-
-``OMP_NUM_THREADS`` is not used: torchrun sets it to 1, for PyTorch's operations. ``cpu_threads`` sets the threads.
+Memory bandwidth limits an update, so each rank gets one thread per physical core, near its GPU where possible: first
+touch places memory on the NUMA node of the touching thread. The shares are disjoint and about equal, because all ranks
+wait for the slowest one. ``OMP_NUM_THREADS``, which torchrun sets to 1, has no effect.
 """
 
 from __future__ import annotations
@@ -29,16 +23,11 @@ from deep_opt_states.host.machine import Core
 from deep_opt_states.names import CONFIG_KEY
 
 CORES_PER_LAUNCH_CORE = 8
-"""The number of cores per launch core on large shares, where fewer than all use the full bandwidth of host memory. It
-is an estimate, not measured."""
+"""An estimate, not measured: on large shares, fewer than all cores use the full bandwidth of host memory."""
 
 CORES_FOR_A_SECOND_LAUNCH_CORE = 4
-"""The smallest number of cores of which two are launch cores.
-
-Autograd's thread or the main thread keeps one core busy. On the same core, NCCL's threads and the thread that pins
-batches delay launches, so that the GPU idles. With 4 cores, the second launch core slows the CPU's updates by at most a
-third, for which the planner compensates; with fewer cores, by half or more.
-"""
+"""With this many cores, two are launch cores: on a single one, NCCL's threads and the thread that pins batches would
+delay the launches of autograd's thread. The second one costs at most a third of the CPU's update rate."""
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
@@ -54,11 +43,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The CPU resources that one rank may use: the physical ``cores`` that its affinity allows.
-
-    ``quota`` is its part of the CPU time that the cgroup allows, in whole cores, and None if that is unlimited.
-    ``gpu_node`` is the NUMA node of its GPU; None if unknown.
-    """
+    """The physical cores that a rank may use, its CPU quota (None: unlimited), and its GPU's NUMA node if known."""
 
     cores: tuple[Core, ...]
     quota: int | None = None
@@ -66,7 +51,6 @@ class RankPlace:
 
     @property
     def cpus(self) -> frozenset[int]:
-        """Return the logical CPUs of all its cores."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
     @property
@@ -77,10 +61,7 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShare:
-    """The threads that update sub-groups on one rank, pinned to the logical CPUs ``cores`` in order, and the reason.
-
-    All other threads of the process run on ``launch_cores``. Both are empty if nothing is bound.
-    """
+    """The threads of a rank that update, pinned to ``cores`` in order. All others run on ``launch_cores``."""
 
     threads: int
     cores: tuple[int, ...] = ()
@@ -101,7 +82,7 @@ class CoreShare:
 
 
 def part_of_quota(quota: float | None, rank: int, ranks: int) -> int | None:
-    """Return the part of a cgroup's ``quota`` that one of ``ranks`` may use, in whole cores; at least 1."""
+    """Return one rank's part of a cgroup's ``quota``, in whole cores and at least 1."""
     if quota is None:
         return None
     each, remainder = divmod(int(quota), ranks)
@@ -118,8 +99,7 @@ def choose_cores(
 ) -> CoreShare:
     """Return the share of one rank. The shares of all ``ranks`` of a node, in the order of local ranks, are disjoint.
 
-    ``on_accelerator`` is whether the model computes on an accelerator other than the CPU. ``bind`` and ``cpu_threads``
-    are the config's. Raise ``ConfigError`` if ``cpu_threads`` exceeds the number of CPUs that the rank may use.
+    Raise ``ConfigError`` if ``cpu_threads`` exceeds the number of CPUs that the rank may use.
     """
     place = ranks[local_rank]
     if cpu_threads is not None and cpu_threads > place.max_threads:
@@ -130,7 +110,7 @@ def choose_cores(
             f"Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, "
             f"Slurm --cpus-per-task)."
         )
-    # Launchers that bind (deepspeed --bind_cores_to_rank, torchrun --numa-binding) assign CPUs to one or more ranks.
+    # A launcher that binds (deepspeed --bind_cores_to_rank, torchrun --numa-binding) may give CPUs to several ranks.
     same = [rank for rank, other in enumerate(ranks) if other.cpus == place.cpus]
     num_overlapping = sum(not other.cpus.isdisjoint(place.cpus) for other in ranks)
     own: tuple[Core, ...] = ()
@@ -140,7 +120,7 @@ def choose_cores(
     elif len(place.cores) < len(same):
         not_bound = f"{len(same)} ranks share them"
     elif len(same) == 1 < len(ranks):
-        # The launcher bound this rank to cores of its own. Use all of them, even those that are far from its GPU.
+        # The launcher bound this rank alone. Use all of its cores, even those that are far from its GPU.
         own = place.cores
     else:
         # Use the cores of the first rank for all of them, in case the ranks see the machine differently.
@@ -165,7 +145,7 @@ def choose_cores(
         reasons.append('number of threads set by "cpu_threads"')
     if not_bound:
         return CoreShare(threads=threads, reason=", ".join([*reasons, not_bound]))
-    # The first CPU of each core before their siblings, which are used only if the user sets more threads than cores.
+    # Siblings come last: they are used only if the user sets more threads than cores.
     in_order = [core.cpus[0] for core in own] + [cpu for core in own for cpu in core.cpus[1:]]
     cores = tuple(in_order[:threads])
     free = [cpu for core in own if not set(cores).intersection(core.cpus) for cpu in core.cpus]
@@ -174,12 +154,7 @@ def choose_cores(
 
 
 def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tuple[Core, ...]]:
-    """Return disjoint shares of ``cores``, with at least one core each, for ranks whose GPUs are on ``gpu_nodes``.
-
-    The cores of a NUMA node are divided among the ranks whose GPU is there. If a rank would then have less than half of
-    an even share, for which all ranks would wait, or if the nodes are unknown, all cores are divided evenly, as far as
-    possible by NUMA node.
-    """
+    """Return disjoint shares of ``cores``, with at least one core each, for ranks whose GPUs are on ``gpu_nodes``."""
     cores_on: dict[int | None, list[Core]] = defaultdict(list)
     for core in sorted(cores, key=lambda core: (core.node is None, core.node or 0)):
         cores_on[core.node].append(core)
@@ -188,7 +163,8 @@ def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tupl
         ranks_at[gpu_nodes[rank]].append(rank)
     groups = [(ranks, cores_on.get(node, [])) for node, ranks in ranks_at.items()]
 
-    # A rank has at most one node's cores near its GPU, so NUMA nodes without a GPU do not count for its fair share.
+    # The ranks whose GPU is on a node divide its cores, unless one of them would get less than half of an even share:
+    # all ranks would wait for it. NUMA nodes without a GPU do not count for that.
     even_share = len(cores) // max(len(gpu_nodes), len(cores_on))
     smallest_share = min(len(near) // len(ranks) for ranks, near in groups)
     if smallest_share < 1 or 2 * smallest_share < even_share:
@@ -203,7 +179,6 @@ def _divide(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[tupl
 
 
 def _num_launch_cores(num_cores: int) -> int:
-    """Return how many of a rank's ``num_cores`` cores are for the threads that do not update."""
     if num_cores < 2:
         return 0
     least = 2 if num_cores >= CORES_FOR_A_SECOND_LAUNCH_CORE else 1
@@ -216,10 +191,7 @@ class AffinityError(RuntimeError):
 
 @dataclass
 class _Process:
-    """The bindings of this process, one per engine: the latest one applies.
-
-    ``moved`` holds the CPUs of each moved thread before and now, by the kernel's thread id.
-    """
+    """The bindings of this process, the latest of which applies, and the CPUs of each moved thread before and now."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     bindings: list[LaunchBinding] = field(default_factory=list)
@@ -235,11 +207,10 @@ class _Process:
         """Move all threads to the CPUs of the latest binding, or back to their own if there is none."""
         target = self.bindings[-1].cpus if self.bindings else None
         first = target is not None and not self.moved
-        # A thread that was started since the last move has the affinity of the thread that started it, or has bound
-        # itself, and is then not moved.
+        # A later thread has inherited its affinity and is moved, or has bound itself and is not.
         inherited = self.moved_by_cpus(os.getpid())
         seen: set[int] = set()
-        # A thread that is not moved yet can start another one in the meantime, so repeat until there is no new one.
+        # A thread that is not moved yet can start another one, so repeat until there is no new one.
         while unseen := {int(task.name) for task in Path("/proc/self/task").iterdir()} - seen:
             for thread in sorted(unseen):
                 with suppress(ProcessLookupError):  # the thread has ended
@@ -251,7 +222,7 @@ class _Process:
                         os.sched_setaffinity(thread, now)
                         self.moved[thread] = before, now
             seen |= unseen
-        # PyTorch's intra-op threads are at most as many as these CPUs: more would wait for each other.
+        # More intra-op threads of PyTorch than CPUs would wait for each other.
         threads = self.torch_threads_before = self.torch_threads_before or torch.get_num_threads()
         if target is None:
             self.moved.clear()
@@ -268,15 +239,10 @@ _process = _Process()
 class LaunchBinding:
     """A restriction of all threads of this process to the logical CPUs ``cpus``, until ``release()``.
 
-    The threads of the update pin themselves to other cores. A thread that was bound before stays on those of its CPUs
-    that are in ``cpus``, if there are any. A thread that is started later inherits the affinity of the thread that
-    starts it; one that binds itself later is not moved any more.
-
-    A forked process may use all CPUs that its parent could use before: forked processes usually load data, and on the
-    few launch cores they would slow down each other and the launching threads. Another program (``subprocess``,
-    ``spawn``, ``forkserver``) inherits the new affinity before any code of this package runs in it.
-
-    If threads cannot be moved, the constructor restores everything and raises ``AffinityError``.
+    A thread that was already bound stays on those of its CPUs that are in ``cpus``. Later threads inherit the affinity.
+    A forked child gets back the CPUs of its parent, because children that load data would slow down the launching
+    threads. Another program (``subprocess``, ``spawn``) inherits the new affinity. If threads cannot be moved, the
+    constructor restores everything and raises ``AffinityError``.
     """
 
     def __init__(self, cpus: Collection[int]) -> None:
@@ -295,7 +261,7 @@ class LaunchBinding:
                 ) from error
 
     def release(self) -> None:
-        """Remove the restriction. The binding that was made before it, if any, applies again."""
+        """Remove the restriction, so that the binding before it applies again."""
         with _process.lock:
             if self in _process.bindings:
                 _process.bindings.remove(self)
@@ -312,12 +278,11 @@ def allowed_cpus() -> frozenset[int]:
 def _restore_in_forked_child() -> None:
     """Give the only thread of a forked child the CPUs that the forking thread had before it was moved."""
     global _process
-    # Another thread of the parent may hold the lock, and does not exist in the child. The recorded thread ids are the
-    # parent's, and the id of a process is the same as its main thread's.
+    # The lock may be held by a thread that does not exist in the child. The recorded thread ids are the parent's.
     parent, _process = _process, _Process()
     moved = parent.moved_by_cpus(os.getppid()).get(frozenset(os.sched_getaffinity(0)))
     if moved is not None:
-        # The CPUs may have been removed from the container in the meantime. Then the child keeps its affinity.
+        # If the container has lost these CPUs, the child keeps its affinity.
         with suppress(OSError):
             os.sched_setaffinity(0, moved[0])
 

@@ -22,7 +22,6 @@ class CoreCounts:
 
     @property
     def usable(self) -> int:
-        """Return how many logical CPUs this process can keep busy."""
         return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
 
 
@@ -36,7 +35,6 @@ class HostMemory:
 
     @property
     def usable_bytes(self) -> int:
-        """Return the smaller of the host's memory and the cgroup's limit."""
         return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
 
@@ -74,14 +72,12 @@ def cores_of(
     cpus: Path = Path("/sys/devices/system/cpu"),
     nodes: Path = Path("/sys/devices/system/node"),
 ) -> tuple[Core, ...]:
-    """Return the physical cores of the logical CPUs ``allowed``, in ascending order of their first CPU.
-
-    If the kernel does not report the siblings of a CPU, as in some sandboxes, the CPU counts as a core of its own.
-    """
+    """Return the physical cores of the logical CPUs ``allowed``, in ascending order of their first CPU."""
     folders = nodes.glob("node[0-9]*")
     node_of = {cpu: int(folder.name[len("node") :]) for folder in folders for cpu in _list_in(folder / "cpulist")}
     found: dict[tuple[int, ...], Core] = {}
     for cpu in sorted(allowed):
+        # Some sandboxes do not report siblings. A CPU is then a core of its own.
         siblings = {cpu, *_list_in(cpus / f"cpu{cpu}/topology/thread_siblings_list")}
         usable = tuple(sorted(siblings.intersection(allowed)))
         found.setdefault(usable, Core(cpus=usable, node=node_of.get(cpu)))
@@ -94,14 +90,14 @@ def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
 
     if not has_cuda():
         return None
-    # PyTorch's stubs do not have these attributes.
+    # PyTorch's stubs lack these attributes.
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
         node = int((devices / place / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    # The kernel reports -1 if the firmware does not define the node, as is common in virtual machines.
+    # The kernel reports -1 if the firmware does not define the node, as in many virtual machines.
     return node if node >= 0 else None
 
 
@@ -115,7 +111,6 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def _list_in(file: Path) -> tuple[int, ...]:
-    """Return the list in ``file``; empty if the kernel does not report it."""
     try:
         return parse_cpu_list(file.read_text())
     except (OSError, ValueError):
@@ -232,7 +227,7 @@ def _memory_limits(folders: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def _in_use_bytes(folder: Path) -> int:
-    """Return the memory in use without the file cache that can be reclaimed at once; 0 if there are no counters."""
+    """Return the memory in use without the file cache that can be reclaimed immediately; 0 if unknown."""
     for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
         if (folder / usage).is_file() and (folder / "memory.stat").is_file():
             pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

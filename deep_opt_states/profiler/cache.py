@@ -19,8 +19,7 @@ from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, ranks_by_no
 from perf_model.prediction.hardware import VERSION, HardwareProfile, ProfileError, Provenance
 
 METHOD = 9
-"""The version of the method, increased when a probe starts to measure something else: cached profiles are then measured
-again."""
+"""The version of the method. Increase it when a probe measures something else, to discard cached profiles."""
 
 
 def quick_profile(
@@ -33,18 +32,17 @@ def quick_profile(
     cores: Sequence[int] = (),
     effort: ProbeEffort = QUICK,
 ) -> HardwareProfile:
-    """Return rank 0's cached profile of an equal machine, or one that all ranks measure now; the same on all ranks.
+    """Return rank 0's cached profile of an equal machine, or one that all ranks measure now, the same on all ranks.
 
-    This is a collective. ``log`` and ``note`` are called on rank 0 only: ``note`` with the path of a cached profile,
-    which can be logged later. The other parameters and the errors raised are the same as for ``measure``; the cache
-    itself raises nothing. A profile with implausible samples is used, and not cached.
+    This is a collective, and raises the same errors as ``measure``. On rank 0, ``note`` is called with the path of a
+    cached profile, and ``log`` with all else. A profile with implausible samples is not cached.
     """
     on_node = max(map(len, ranks_by_node(ranks, os.environ)))
 
     def look_up() -> tuple[Path | None, str | None]:
         if ranks.rank > 0:
             return None, None
-        # Triton's version is included so that a quantity waived without Triton is measured after its installation.
+        # A quantity that was waived without Triton is measured after its installation.
         works_with = f"{type(device).__qualname__} {triton_version()} {'pinned threads' if cores else ''}"
         here = describe(on_accelerator=device is not None, ranks_on_node=on_node, threads=threads)
         path = cached_path(fingerprint(here, effort, ranks.size, works_with), os.environ)
@@ -65,13 +63,10 @@ def quick_profile(
 
 
 def fingerprint(provenance: Provenance, effort: ProbeEffort, world_size: int, works_with: str) -> str:
-    """Return a hash of everything that may change the measured values: hardware, limits, software, ranks and method.
-
-    ``works_with`` names the device's class, the version of Triton, and whether threads are pinned. The date and the
-    host's name are left out: equal nodes that share a home directory share their profiles.
-    """
+    """Return a hash of everything that may change the measured values: hardware, limits, software, ranks and method."""
     gpu = machine.gpu() if provenance.gpu else None
     facts: dict[str, Any] = {
+        # Equal nodes with a common home directory share their profiles.
         "provenance": asdict(replace(provenance, date="", host="")),
         "world_size": world_size,
         "host_memory_bytes": machine.memory().usable_bytes,
@@ -86,7 +81,7 @@ def fingerprint(provenance: Provenance, effort: ProbeEffort, world_size: int, wo
 
 def cached_path(fingerprint: str, environ: Mapping[str, str]) -> Path | None:
     """Return the path of the cached profile with this fingerprint, or None for a user without a home folder."""
-    # By the XDG specification, a relative path must be ignored.
+    # The XDG specification requires that a relative path is ignored.
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         try:
@@ -97,7 +92,6 @@ def cached_path(fingerprint: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def _read(path: Path | None) -> str | None:
-    """Return the text of the profile, or None if there is no profile that can be used."""
     try:
         return None if path is None else HardwareProfile.read(path).to_json()
     except ProfileError:

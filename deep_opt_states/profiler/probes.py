@@ -1,8 +1,4 @@
-"""Repeat one kind of work as training does it, and time it: copies, Adam, host memory, products and collectives.
-
-Each probe prepares its memory, with the streams, kernels, threads and process groups of training, and returns the
-function that repeats the work once.
-"""
+"""Repeat one kind of work as training does it, and time it: copies, Adam, host memory, products and collectives."""
 
 from __future__ import annotations
 
@@ -26,14 +22,13 @@ Rates: TypeAlias = Mapping[str, float]
 """Values by the names in ``perf_model.prediction.hardware.QUANTITIES``."""
 
 Probe: TypeAlias = Callable[[], Rates]
-"""A function that repeats one kind of work once, times it, and returns the values."""
+"""A function that does one kind of work once, and returns the measured values."""
 
 INITIAL_BUSY_S, MAX_BUSY_S = 2e-3, 0.5
-"""Seconds that the stream is kept busy at first and at most while work is issued."""
+"""The first and the longest time for which a stream is kept busy while work is issued."""
 
 SUB_GROUPS = 8
-"""The number of sub-groups, updated one after another as in a step: when an update returns to the first, the others
-have driven it out of the caches."""
+"""The sub-groups of a step. When an update returns to the first one, the others have evicted it from the caches."""
 
 LAUNCHES, MIN_LAUNCH_NUMEL = 2, 1_000_000
 """Kernel launches per repetition of Adam on the accelerator, and the fewest parameters that keep a GPU busy."""
@@ -46,10 +41,7 @@ class ProbeError(RuntimeError):
 def timed(
     device: Device[Any], issue: Callable[[], object], first: Callable[[], object] = lambda: None
 ) -> tuple[float, bool]:
-    """Return the device's seconds for the work that ``issue`` issues on the current stream, and whether it was queued.
-
-    It is queued behind the work of ``first``, which is not timed: the stream would otherwise wait for each launch.
-    """
+    """Return the seconds of the work of ``issue``, and whether it was queued behind the untimed work of ``first``."""
     begin, end, stream = device.event(), device.event(), device.current_stream()
     first()
     stream.record(begin)
@@ -61,18 +53,14 @@ def timed(
 
 
 class KernelTimer:
-    """A timer of kernels and not of their launches: it keeps the current stream busy until all work is queued."""
+    """A timer of kernels without their launches, which keeps the current stream busy until all work is queued."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
         self._busy_s = INITIAL_BUSY_S
 
     def seconds_of(self, issue: Callable[[], object]) -> float:
-        """Return the seconds of the work that ``issue`` issues.
-
-        If the stream became idle too early, issue everything again behind a longer wait. Raise ``ProbeError`` if even
-        the longest wait is too short.
-        """
+        """Return the seconds of the work of ``issue``. Raise ``ProbeError`` if it cannot be queued fast enough."""
         while True:
             elapsed_s, was_queued = timed(self._device, issue, partial(self._device.occupy, self._busy_s))
             if was_queued or self._device.runs_when_issued:
@@ -147,10 +135,7 @@ def record_origin(device: Device[Any], copies: Copies) -> tuple[Event, float]:
 
 
 def issue_copies(device: Device[Any], directions: Sequence[Copies], count: int) -> float:
-    """Issue ``count`` copies per direction and return the host's time from which their ``times_s`` count.
-
-    The directions alternate, so that none starts much later than the others.
-    """
+    """Issue ``count`` copies per direction, alternating, and return the host's time from which ``times_s`` counts."""
     origin, origin_s = record_origin(device, directions[0])
     for copies in directions:
         copies.begin(origin)
@@ -189,7 +174,7 @@ def bandwidth(device: Device[Any], directions: Sequence[Copies], count: int, qua
 
 
 def latency(device: Device[Any], copies: Copies, count: int = 64) -> Probe:
-    """Return a probe of the fixed cost of a copy: it times copies of few bytes, with the events that follow them."""
+    """Return a probe of the fixed cost of a copy: it times copies of few bytes, with the events after them."""
     repeat = bandwidth(device, [copies], count, "bytes_per_s")
     return lambda: {"copy_latency_s": copies.nbytes / repeat()["bytes_per_s"]}
 
@@ -197,14 +182,13 @@ def latency(device: Device[Any], copies: Copies, count: int = 64) -> Probe:
 class HostStates:
     """The states of ``SUB_GROUPS`` sub-groups of a bf16 model, ``numel`` parameters in total, in one slab.
 
-    As in training, ``thread`` calls ``kernel`` to touch the pages first, which places them near its cores, and later
-    to update them. It is not the caller's thread: a kernel that pins its threads also pins the thread that calls it.
-    Raise ``HostMemoryError`` if the memory cannot be reserved or page-locked.
+    ``thread`` touches the pages first and updates them later, as in training. It is not the caller's thread, because a
+    kernel that pins its threads also pins the calling thread. Raise ``HostMemoryError`` if the memory is refused.
     """
 
     def __init__(self, device: Device[Any], numel: int, kernel: AdamKernel) -> None:
         workload = Workload.from_numels([numel // SUB_GROUPS] * SUB_GROUPS)
-        # DeepSpeed accumulates the gradients of a bf16 model in bf16 by default.
+        # By default, DeepSpeed accumulates the gradients of a bf16 model in bf16.
         widths = Widths(param=2, grad=2)
         self.kernel = kernel
         self.thread = ThreadPoolExecutor(max_workers=1)
@@ -239,7 +223,7 @@ class Updates:
         self._step = 0
         kernel.restart()  # Other probes may have used the same kernel before.
         for state in states:
-            # Touch every page now, also in the accelerator's memory, so that no timed update pays for it.
+            # Touch every page now, also on the accelerator, so that no timed update does.
             for name, tensor in vars(state).items():
                 tensor.fill_({"master": 1.0, "grad": 1e-2}.get(name, 0.0))
 
@@ -254,7 +238,7 @@ class Updates:
             eps=1e-8,
             weight_decay=0.01,
             bias_correction=True,
-            # The scale alternates, because stock scales the gradient in place and would drive it out of range.
+            # The scale alternates: stock scales the gradient in place, which would leave the range of fp32.
             grad_scale=2.0 if self._step % 2 else 0.5,
         )
         self._kernel.begin_step([step] * len(self.states))
@@ -291,10 +275,7 @@ def stock_updates(kernel: AdamKernel, memory: HostStates, device: Device[Any]) -
 
 
 def host_updates_during_copies(device: Device[Any], memory: HostStates, directions: Sequence[Copies]) -> Probe:
-    """Return a probe that updates on the CPU while copies run both ways. It raises ``ProbeError`` without overlap.
-
-    Only the sub-groups count whose update overlaps with copies in both directions.
-    """
+    """Return a probe that updates on the CPU during copies both ways. It raises ``ProbeError`` without overlap."""
     updates = Updates(memory.sub_groups, memory.kernel)
     for _ in range(2):  # the first iteration warms up
         updated_s = memory.thread.submit(updates.step).result()
@@ -305,7 +286,6 @@ def host_updates_during_copies(device: Device[Any], memory: HostStates, directio
     count = 2 + int(3 * (updated_s[-1] - updated_s[0]) / pair_s)
 
     def repeat() -> Rates:
-        # The copies are issued before the update starts: in training, too, the issuing thread is another one.
         origin_s = issue_copies(device, directions, count)
         updated_s = [time_s - origin_s for time_s in memory.thread.submit(updates.step).result()]
         start_s, end_s = window_s(directions)
@@ -354,13 +334,13 @@ def _states_that_fit(device: Device[Any], numel: int) -> list[AdamTensors]:
 
 
 def host_memory(slab: HostSlab) -> Probe:
-    """Return a probe of memory that was touched and page-locked as in training: multiplied in place, then copied."""
+    """Return a probe of page-locked memory, which is multiplied in place and then copied."""
     memory = slab.tensor(0, slab.size_bytes // 4, torch.float32).fill_(1)
     half, other_half = memory.chunk(2)
 
     def repeat() -> Rates:
         start_s = time.perf_counter()
-        # The value stays in the range in which all products are equally fast: denormal numbers are slow.
+        # Denormal numbers would be slow.
         memory.mul_(-1.0)
         updated_s = time.perf_counter()
         half[: other_half.numel()].copy_(other_half)
@@ -373,22 +353,19 @@ def host_memory(slab: HostSlab) -> Probe:
 
 
 def matrix_products(device: Device[Any], rows_of: Mapping[str, int]) -> Probe:
-    """Return a probe of the FLOP/s of bf16 matrices of shape [rows, rows], for each quantity in ``rows_of``.
-
-    The matrices are random, because a GPU needs less power for constants and runs faster.
-    """
-    # The timer uses the caller's stream: cuBLAS keeps a workspace for every stream that it has been used on.
+    """Return a probe of the FLOP/s of bf16 matrices of shape [rows, rows], for each quantity in ``rows_of``."""
+    # The timer uses the caller's stream, because cuBLAS keeps a workspace for every stream.
     timer = KernelTimer(device)
     size = max(rows_of.values())
-    # Use an own generator: the random numbers of training must not depend on whether a profile was measured.
+    # Training's random numbers must not depend on whether a profile was measured.
     generator = torch.Generator().manual_seed(0)
     left, right, product = (device.empty(size * size, torch.bfloat16) for _ in range(3))
+    # Random, because a GPU needs less power for constants and runs faster.
     for matrix in (left, right):
         device.copy(matrix, torch.rand(size * size, generator=generator, dtype=torch.float32, device="cpu"))
     synchronize(device)
 
     def seconds_of(rows: int) -> float:
-        # The small matrices consist of the first elements of the large ones.
         a, b, c = (elements[: rows * rows].view(rows, rows) for elements in (left, right, product))
         return timer.seconds_of(lambda: torch.mm(a, b, out=c))
 

@@ -1,7 +1,4 @@
-"""Measure the ``HardwareProfile`` of this machine: warm up, repeat on all ranks at the same time, keep every sample.
-
-The slowest rank counts. A quantity that cannot be measured is waived with the reason.
-"""
+"""Measure the ``HardwareProfile`` of this machine on all ranks at the same time. The slowest rank counts."""
 
 from __future__ import annotations
 
@@ -50,40 +47,37 @@ from perf_model.prediction.hardware import (
 )
 
 Prepare: TypeAlias = Callable[[], Probe] | str
-"""A function that prepares a probe; a string is the reason why it cannot run on this machine."""
+"""A function that prepares a probe, or the reason why it cannot run on this machine."""
 
 Entry: TypeAlias = tuple[tuple[str, ...], Prepare]
-"""The quantities of a probe, and how to prepare it."""
 
 NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
 
 NO_GROUPS = CollectiveGroups(*["measured by deep-opt-states profile alone"] * 2)
-"""The groups when a training run measures, whose plan does not depend on the rates of collectives."""
+"""The groups when training measures, since its plan does not depend on collectives."""
 
 IMPLAUSIBLE = "implausible: "
-"""The start of the reason of a waiver whose cause is noise: a later measurement may succeed."""
+"""The start of the reason of a waiver that is due to noise: a later measurement may succeed."""
 
 CACHE_MULTIPLE = 3
-"""The size of the probes' working set, of all ranks of a node together, relative to the last-level caches."""
+"""The working set of all ranks of a node together, relative to the last-level caches."""
 
 SMALL_COPY_BYTES, SMALL_HOST_COPY_BYTES = 1024, 4 * 32768
-"""The bytes of a copy whose time is the latency. Between host buffers, it is the part that PyTorch gives to each of its
-threads (``at::internal::GRAIN_SIZE``): they have to be woken for each copy."""
+"""The bytes of a copy whose time is the latency, on the host per thread of PyTorch (``at::internal::GRAIN_SIZE``)."""
 
 GATHERED_SHARE, GATHERED_SHARE_ON_CPU = 1 / 2, 1 / 16
-"""The whole of a collective relative to a copy: 64 MiB on an accelerator, 8 MiB on the CPU, a quarter if quick."""
+"""The bytes of a collective relative to those of a copy."""
 
 CPU_MATRIX_SIZE = 1024
-"""The largest matrix on the CPU. It is enough for full speed; with a matrix of GPU size the CPU would need seconds."""
+"""The largest matrix on the CPU. It reaches full speed, while a matrix of GPU size would take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEffort:
-    """The sizes and the number of repetitions of the probes; the defaults are those at the start of training.
+    """The sizes and the number of repetitions of the probes. The defaults are for the start of training.
 
-    ``budget_s`` is the time for all repetitions of one probe. A rank updates and copies ``update_numel`` and
-    ``copy_bytes`` at a time, or more if the caches could hold them. ``launch_numel`` parameters are updated by one
-    launch on the accelerator, far longer than the gap between two launches. Matrices have ``matrix_size`` rows.
+    ``budget_s`` is the time for all repetitions of one probe. ``update_numel`` and ``copy_bytes``, per rank, grow if
+    the caches could hold them. One launch on the accelerator updates ``launch_numel`` parameters.
     """
 
     warm_ups: int = 1
@@ -113,10 +107,9 @@ FULL = ProbeEffort(
 
 
 def sample(prepare: Callable[[], Probe], effort: ProbeEffort, ranks: Ranks) -> list[Rates]:
-    """Return the values of the slowest rank for each repetition; the same on all ranks, which all call this.
+    """Return the slowest rank's values for each repetition, which all ranks start together. This is a collective.
 
-    Each repetition starts on all ranks at the same time, so that they load shared resources as training does. Raise
-    ``ProbeError`` on every rank if the probe fails on any rank.
+    Raise ``ProbeError`` on every rank if the probe fails on any rank.
     """
     repeat = call_on_all_ranks(ranks, prepare)
     last_s = 0.0
@@ -134,7 +127,7 @@ def _slowest(by_rank: list[Rates]) -> Rates:
 
 
 def training_cpu_adam(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
-    """Return the CPU kernel that training uses. The first call on a machine compiles, or raises DeepSpeed's error."""
+    """Return the CPU kernel that training uses. The first call on a machine compiles it."""
     return cpu_adam(num_sub_groups, DEFAULT_BETAS, adamw=True, num_threads=num_threads, cores=cores).kernel
 
 
@@ -146,10 +139,9 @@ def training_gpu_adam() -> AdamKernel:
 
 
 class StockPasses(StockAdam):
-    """Stock's kernel of three passes, which runs on PyTorch's threads and scales the fp32 gradient in place."""
+    """Stock's kernel of three passes on PyTorch's threads, which scales the fp32 gradient in place."""
 
     def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """Return the gradient itself, scaled."""
         assert grad.dtype == torch.float32
         return grad.mul_(grad_scale)
 
@@ -167,13 +159,11 @@ def measure(
     groups: CollectiveGroups = NO_GROUPS,
     progress: Callable[[Collection[Entry]], Iterable[Entry]] = iter,
 ) -> HardwareProfile:
-    """Return the profile of this machine with all ``ranks`` at work at the same time; the same on all ranks.
+    """Return the profile of this machine with all ``ranks`` at work at the same time, the same on all ranks.
 
-    This is a collective. ``device`` is None if the accelerator is the CPU. ``threads`` threads of this rank update on
-    the CPU, pinned to ``cores`` if there are any. ``progress`` iterates over the probes and shows it.
-
-    Raise ``ProfileError`` on every rank if a quantity that every prediction needs could not be measured; any other
-    quantity that fails is waived with the reason. All memory of the probes is freed, also in PyTorch's caches.
+    This is a collective. ``device`` is None on the CPU accelerator. ``threads`` threads of this rank update on the CPU,
+    pinned to ``cores`` if there are any. All memory of the probes is freed, also in PyTorch's caches. Raise
+    ``ProfileError`` on every rank if a quantity that every prediction needs cannot be measured.
     """
     on_node = max(map(len, ranks_by_node(ranks, os.environ)))
     host: Device[Any] = HostDevice() if device is None else device
@@ -219,10 +209,7 @@ def _entries(
     groups: CollectiveGroups,
     reserved: ExitStack,
 ) -> dict[tuple[str, ...], Prepare]:
-    """Return the probes by their quantities, in the order in which they run: the same on all ranks.
-
-    ``host`` allocates host memory. The CPU's probes run one after another in the same memory, which ``reserved`` frees.
-    """
+    """Return the probes by their quantities, in the same order on all ranks. ``reserved`` frees their host memory."""
     cache_bytes = CACHE_MULTIPLE * (machine.last_level_cache_bytes() or 0) // on_node
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each direction has such a buffer
     update_numel = max(effort.update_numel, cache_bytes // 16)  # p, m and v in fp32, two tensors in bf16
@@ -274,7 +261,7 @@ def _entries(
 
 
 def _measure(quantities: Sequence[str], prepare: Prepare, effort: ProbeEffort, ranks: Ranks) -> dict[str, Measurement]:
-    """Return the samples of each quantity without those that no machine reaches, or the waiver with the reason."""
+    """Return the plausible samples of each quantity, or the waiver with the reason."""
     try:
         if isinstance(prepare, str):
             raise ProbeError(prepare)
@@ -294,11 +281,7 @@ def _measure(quantities: Sequence[str], prepare: Prepare, effort: ProbeEffort, r
 def noise_waivers(
     measurements: Mapping[str, Measurement], gpu_memory_bytes: int | None = None, peak: float | None = None
 ) -> dict[str, Measurement]:
-    """Return waivers for the rates that other load on the machine has falsified.
-
-    These are concurrent rates far above the same rates alone, and rates of products that no GPU has, or that exceed
-    ``peak``, in FLOP/s. A CPU may have any rate of products.
-    """
+    """Return waivers for rates that other load on the machine has falsified. ``peak`` is the GPU's, in FLOP/s."""
 
     def median_of(name: str) -> float | None:
         found = measurements.get(name)

@@ -36,16 +36,14 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Return the number of this rank."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def gather(self, value: Value) -> list[Value]:
-        """Return every rank's value, ordered by rank, on every rank; no rank returns before all have called this."""
+        """Return every rank's value, ordered by rank, on every rank. This is a collective."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             torch.distributed.all_gather_object(values, value)
@@ -54,12 +52,12 @@ class Ranks:
 
 @contextmanager
 def launched_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
-    """Yield the ranks of the launcher (torchrun, deepspeed) that set ``environ``; several meet in a Gloo group."""
+    """Yield the ranks of the launcher (torchrun, deepspeed) that set ``environ``. Several ranks form a Gloo group."""
     if int(environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
-    # Import these modules before the group exists: DeepSpeed's Adam imports them, and they keep the group that they
-    # find as a default argument. Gloo's threads would then outlive the group, and a late one aborts the process.
+    # Import these modules before the group exists. DeepSpeed's Adam imports them, and their default arguments would
+    # keep the group alive. Gloo's threads would then outlive it, and a late one aborts the process.
     import deepspeed  # noqa: F401
     import torch.distributed.nn.functional
 
@@ -71,10 +69,7 @@ def launched_ranks(environ: Mapping[str, str]) -> Iterator[Ranks]:
 
 
 def call_on_all_ranks(ranks: Ranks, action: Callable[[], Value]) -> Value:
-    """Return this rank's result of ``action`` once every rank has called it without an error; a collective.
-
-    Raise ``ProbeError`` on every rank, with the same text, if it failed on any rank.
-    """
+    """Return the result of ``action``, or raise ``ProbeError`` on all ranks if it failed on any. A collective."""
     failure: Exception | None = None
     try:
         value = action()
@@ -85,24 +80,21 @@ def call_on_all_ranks(ranks: Ranks, action: Callable[[], Value]) -> Value:
         if failed := [text if ranks.size == 1 else f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
             raise ProbeError("; ".join(failed)) from failure
     finally:
-        # The failure's traceback refers to this frame: the cycle would keep the probe's memory until it is collected.
+        # The failure's traceback refers to this frame. This cycle would keep the probe's memory.
         del failure
     return value
 
 
 def _describe(failure: Exception) -> str:
     if isinstance(failure, ProbeError | HostMemoryError | KernelUnavailable):
-        # Keep the remedy, which is on a line of its own.
+        # Keep the remedy on the second line.
         return " ".join(str(failure).splitlines())
-    # The first line of PyTorch's messages is followed by advice and stack traces.
+    # PyTorch's messages continue with advice and stack traces.
     return f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
 def ranks_by_node(ranks: Ranks, environ: Mapping[str, str]) -> list[list[int]]:
-    """Return the ranks of each node; the result is the same on all ranks. This is a collective.
-
-    Ranks with the same host name are on the same node, but at most LOCAL_WORLD_SIZE of them, which torchrun sets.
-    """
+    """Return the ranks of each node, by host name and at most LOCAL_WORLD_SIZE each. This is a collective."""
     by_host: dict[tuple[str, str | None], list[int]] = {}
     for rank, host in enumerate(ranks.gather((platform.node(), environ.get("LOCAL_WORLD_SIZE")))):
         by_host.setdefault(host, []).append(rank)
@@ -114,10 +106,7 @@ def ranks_by_node(ranks: Ranks, environ: Mapping[str, str]) -> list[list[int]]:
 
 
 class ProcessGroup:
-    """The ranks of a process group of ``torch.distributed``, with the collectives that DeepSpeed calls.
-
-    The current stream waits for the result of each.
-    """
+    """A process group with the collectives that DeepSpeed calls, whose results the current stream waits for."""
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
         self._group = group
@@ -134,21 +123,14 @@ class ProcessGroup:
 
 
 class CollectiveGroups(NamedTuple):
-    """The groups whose collectives this rank measures, all groups at the same time.
-
-    ``in_node`` holds the ranks of this rank's node, ``across_nodes`` those with this rank's place on every node. A
-    string, the same on all ranks, is the reason why there is no group.
-    """
+    """The groups that this rank measures, or why there is none. ``across_nodes`` contains one rank of each node."""
 
     in_node: ProcessGroup | str
     across_nodes: ProcessGroup | str
 
 
 def collective_groups(ranks: Ranks, backend: str, environ: Mapping[str, str]) -> CollectiveGroups:
-    """Return groups of ``ranks`` that communicate by ``backend``. A collective over all ranks, which raises no error.
-
-    The groups exist until the default process group is destroyed.
-    """
+    """Return groups of ``ranks`` for ``backend``, valid until the default group is destroyed. This is a collective."""
     if ranks.size == 1:
         return CollectiveGroups("one rank", "one rank")
 
@@ -171,18 +153,15 @@ def collective_groups(ranks: Ranks, backend: str, environ: Mapping[str, str]) ->
 def collective(
     device: Device[Any], group: ProcessGroup, whole_bytes: int, quantity: str, *, reduces: bool = False
 ) -> Probe:
-    """Return a probe of all-gathers, or of reduce-scatters if ``reduces``, of ``whole_bytes`` in bf16.
-
-    The value is the bytes per second that a rank receives or sends: the parts of all ranks of ``group`` but its own.
-    """
+    """Return a probe of collectives on ``whole_bytes`` in bf16: the bytes per second that a rank receives or sends."""
     numel = whole_bytes // torch.bfloat16.itemsize // group.size
     part, whole = (device.empty(count, torch.bfloat16).fill_(1) for count in (numel, numel * group.size))
     issue = partial(group.reduce_scatter, part, whole) if reduces else partial(group.all_gather, whole, part)
     synchronize(device)
 
     def repeat() -> Rates:
-        # The first collective is not timed: its start depends on when the other ranks issue it. The others are issued
-        # while it runs, so that the time includes no launches.
+        # The first collective is not timed, because its start depends on the other ranks. The others are issued while
+        # it runs, so that the time includes no launches.
         elapsed_s, _ = timed(device, lambda: [issue() for _ in range(COLLECTIVES)], first=issue)
         return {quantity: COLLECTIVES * whole.nbytes * (group.size - 1) / group.size / elapsed_s}
 

@@ -1,7 +1,7 @@
 """Report each update to a log line, DeepSpeed's monitor and a folder, and its prediction at the end of training.
 
-The folder holds ``run.json``, the description of the run with the prediction next to the measurement; ``steps.jsonl``,
-one line per update; ``timeline.json`` and ``predicted.json``, traces of the last update and of its prediction.
+The folder contains ``run.json`` with the prediction and the measurement, ``steps.jsonl`` with a line per update, and
+the traces of the last update, ``timeline.json``, and of its prediction, ``predicted.json``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ WARM_UPDATES = 2
 """The number of first updates, which touch memory and wake threads, that are not compared."""
 
 COMPARED_UPDATES = 100
-"""The number of last updates that are compared, and the most since the last line that its median is taken of."""
+"""The number of last updates that are compared, and the most of which a line shows the median."""
 
 SLOW, EVERY_UPDATES = 2.0, 25
-"""The measured over the predicted seconds of CPU updates above which a line is logged, and the updates between two
-comparisons, which cost a simulation each. Predictions are within a few tens of percent."""
+"""The ratio of measured to predicted seconds that is logged, and the number of updates between comparisons."""
 
 INFO, STEPS, MEASURED, PREDICTED, PAGE = "run.json", "steps.jsonl", "timeline.json", "predicted.json", "report.html"
 
@@ -58,15 +57,12 @@ class ReportSink(Protocol):
         """Report one update."""
 
     def close(self, reporter: UpdateReporter) -> None:
-        """Finish the report at the end of training; ``updated`` was never called if nothing was updated."""
+        """Finish the report at the end of training, also if nothing was updated."""
         return
 
 
 class UpdateReporter:
-    """A reporter of all updates of one engine. ``read_counts`` returns the counts of the one that is being reported.
-
-    A sink that fails is logged once and then disabled, since a report must not end the training.
-    """
+    """A reporter of all updates of one engine. A sink that fails is logged and disabled: training must continue."""
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class UpdateReporter:
         self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
         self._updates = 0
         self.change_plan(plan)
-        # A forked child that runs its exit callbacks must not write its parent's report.
+        # A forked child's exit callbacks must not write its parent's report.
         self._open_in_process: int | None = os.getpid()
         # A script may end without destroying its engine.
         atexit.register(self.close)
@@ -89,15 +85,11 @@ class UpdateReporter:
     def change_plan(self, plan: ReportedPlan) -> None:
         """Report ``plan``, and compare it with the updates, from now on."""
         self._plan = plan
-        # A prediction is a simulation. The sinks and the end of training request the same one.
         self._predict = None if plan.predict is None else lru_cache(maxsize=1)(plan.predict)
         self._measured.clear()
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
-        """Report one update, with the ``phases`` of the model before, during and after it.
-
-        ``timeline`` returns the measured timeline; it is called only if a reported number needs it.
-        """
+        """Report one update with the ``phases`` around it. ``timeline`` is called only if a number needs it."""
         self._updates += 1
         record = UpdateRecord(self._read_counts(), phases, self._plan, timeline)
         if self._predict is not None and self._updates > WARM_UPDATES:
@@ -106,15 +98,14 @@ class UpdateReporter:
 
     @property
     def compared_updates(self) -> int:
-        """Return the number of updates that are compared with the prediction."""
         return len(self._measured)
 
     def comparison(self) -> list[ComparisonRow]:
-        """Compare the updates so far with the prediction; the list is empty without prediction or measurement."""
+        """Compare the updates so far with the prediction; the list is empty if one of them is missing."""
         return compare(self._predict, self._measured) if self._predict is not None and self._measured else []
 
     def prediction(self) -> PredictedUpdate | None:
-        """Return the prediction that ``comparison`` uses, or None without prediction or measurement."""
+        """Return the prediction that ``comparison`` uses, if any."""
         return self._predict(median_windows(self._measured)) if self._predict is not None and self._measured else None
 
     def close(self) -> None:
@@ -155,7 +146,6 @@ class ProgressLine(ReportSink):
         self._exposed_s: deque[float] = deque(maxlen=COMPARED_UPDATES)
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Log the line if it is due."""
         self._exposed_s.append(seconds_of(Phase.EXPOSED, record.phases))
         if not record.is_due(self._every_n_steps):
             return
@@ -179,7 +169,7 @@ class ProgressLine(ReportSink):
 
 
 Event = tuple[str, float, int]
-"""A name, a value, and the number of samples that training had seen, which is the axis of DeepSpeed's own events."""
+"""A name, a value, and the number of samples so far, the axis of DeepSpeed's own events."""
 
 
 class MonitorEvents(ReportSink):
@@ -192,13 +182,12 @@ class MonitorEvents(ReportSink):
         self._write = write
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Write the events of one update."""
         values: dict[str, float] = {}
         for name, value in asdict(record.numbers).items():
             if value is not None:
                 in_gb = name.endswith("_bytes_per_s")
                 values[name.replace("_bytes_", "_gb_")] = value / GB if in_gb else value
-        # A prediction is a simulation, which is too slow for every step.
+        # A prediction is a simulation, too slow for every step.
         for row in reporter.comparison() if record.is_due(self._every_n_steps) else []:
             if row.name in (UPDATE, EXPOSED):
                 values |= {f"predicted_{row.name}_s": row.predicted_s, f"predicted_{row.name}_error": row.error}
@@ -215,7 +204,6 @@ class SlowCpu(ReportSink):
         self._updates = 0
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Compare the medians of the last updates with the prediction, every ``EVERY_UPDATES`` updates."""
         self._updates += 1
         if self._log is None or self._updates % EVERY_UPDATES or reporter.compared_updates < EVERY_UPDATES // 2:
             return
@@ -233,14 +221,11 @@ class SlowCpu(ReportSink):
 
 
 class RunWriter(ReportSink):
-    """A sink that writes the files of a run; the first update deletes those of an earlier run.
-
-    Each update gives a line. The other files are written when DeepSpeed prints, and at the end.
-    """
+    """A sink that writes the files of a run: a line per update, all else when DeepSpeed prints and at the end."""
 
     name = "deep_optimizer_states.report"
     _open: dict[Path, TextIO] = {}  # noqa: RUF012
-    """The lines that engines of this process write, by folder."""
+    """The open ``steps.jsonl`` of this process, by folder."""
 
     def __init__(self, folder: Path, every_n_steps: float | None, describe: Callable[[], RunInfo]) -> None:
         self._folder = folder
@@ -258,12 +243,10 @@ class RunWriter(ReportSink):
             if record.is_due(self._every_n_steps):
                 self._write(record, reporter)
         except BaseException:
-            # The reporter calls this sink no more, so another engine may use the folder.
             steps.close()
             raise
 
     def close(self, reporter: UpdateReporter) -> None:
-        """Write the last update, and release the folder."""
         if self._steps is not None and self._last is not None:
             self._steps.close()
             self._write(self._last, reporter)
@@ -279,7 +262,7 @@ class RunWriter(ReportSink):
         for name in (MEASURED, PREDICTED, PAGE):
             (folder / name).unlink(missing_ok=True)
         self._replace(INFO, self._describe().to_json_dict())
-        # Buffer a line at a time, so that the file of a killed process contains all updates that it ran.
+        # Line buffering keeps all updates of a process that is killed.
         self._open[folder] = (folder / STEPS).open("w", buffering=1)
         return self._open[folder]
 

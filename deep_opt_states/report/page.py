@@ -23,10 +23,10 @@ from perf_model.schedule.workload import Range, Unit, Workload
 from perf_model.units import gigabytes_per_second, params_per_second, percent, seconds, size
 
 MAX_RUN_BYTES = 10**10
-"""The size of the largest file of a run that is read. A long training writes more than a user's file may have."""
+"""The most bytes of a file of a run that are read. A long training writes large files."""
 
 Cell = str | tuple[float, str]
-"""A cell of a table: a text, or a number with its text for readers. The first cell of a row is its heading."""
+"""A cell of a table: a text, or a number with its text. The first cell of a row is its heading."""
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[Cell]]]
 """The caption, the headings and the rows of a table."""
@@ -54,11 +54,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run as its folder describes it. ``steps`` are the lines of ``steps.jsonl``.
-
-    ``compared`` is empty and ``predicted`` is None if nothing was predicted; ``measured`` is None until the first
-    update is written.
-    """
+    """A run as its folder describes it. Predictions and measurements may be missing."""
 
     info: RunInfo
     steps: Sequence[Mapping[str, float | None]]
@@ -78,7 +74,7 @@ class RecordedRun:
             info = parse_json(read(INFO))
             if info["format"] != FORMAT:
                 raise ValueError(f"format {shorten(info['format'])}")
-            # A process that was killed may have written only a part of the last line.
+            # A killed process may have written a part of the last line.
             lines = [parse_json(line) for line in read(STEPS).splitlines() if line.endswith("}")]
             measured, predicted = (
                 Timeline.from_chrome_trace(parse_json(read(name))) if (folder / name).exists() else None
@@ -106,7 +102,6 @@ class RecordedRun:
 
 
 def _info(found: Mapping[str, Any]) -> RunInfo:
-    """Return the facts from the content of ``run.json``; the inverse of ``RunInfo.to_json_dict``."""
     plan = found["plan"]
     units = [
         Unit(index, tuple(Range(*map(int, run)) for run in ranges), str(label))

@@ -23,15 +23,12 @@ UPDATE = "update"
 EXPOSED = "exposed"
 
 LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
-"""The lanes that only copy, by their direction.
-
-If DeepSpeed offloads parameters, the compute lane copies them down; that time is not measured apart from Adam's.
-"""
+"""The lanes that only copy. The compute lane also copies to the host if DeepSpeed offloads parameters."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The steps and the samples of all ranks that training has done: ``global_steps``, ``global_samples``."""
+    """The ``global_steps`` and ``global_samples`` of training, over all ranks."""
 
     step: int
     samples: int
@@ -41,8 +38,7 @@ class StepCounts:
 class ReportedPlan:
     """The plan of the updates: on this rank ``numel`` parameters, ``gpu_share`` of them on the accelerator.
 
-    ``numels`` holds the parameters of each unit, ``widths`` the bytes per parameter of the tensors that are copied.
-    ``predict`` predicts an update for given windows; None disables predictions. ``description`` is logged at the end.
+    ``widths`` holds the bytes per parameter of the copied tensors. ``description`` is logged at the end of training.
     """
 
     numel: int
@@ -65,8 +61,8 @@ class ReportedPlan:
 class MeasuredUpdate:
     """The seconds of one update, ``by_kind`` the sum of the actions of each kind.
 
-    ``update_s`` is the time from the decision that the step is not skipped to the end of the update, ``exposed_s`` the
-    time that the model waited for it, and ``windows`` the backward and forward time that it overlapped with.
+    ``update_s`` starts with the decision that the step is not skipped. The model waited for ``exposed_s``, and computed
+    backward and forward in the overlapped ``windows``.
     """
 
     by_kind: Mapping[ActionKind, float]
@@ -79,18 +75,14 @@ class MeasuredUpdate:
         """Return the seconds of the update with this timeline, during which the model was in ``phases``."""
         exposed_s = seconds_of(Phase.EXPOSED, phases)
         windows = Windows(backward_s=seconds_of(Phase.BACKWARD, phases), forward_s=seconds_of(Phase.FORWARD, phases))
-        # An update that does not overlap with the next forward ends when the model stops waiting for it.
+        # Without overlap with forward, an update ends when the model stops waiting for it.
         update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
         return cls(timeline.seconds_by_kind(), update_s, exposed_s, windows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The reported numbers of one update. Rates are None if nothing was moved or the time was too short to measure.
-
-    ``update_s`` and ``exposed_s`` are the same as in ``MeasuredUpdate``. ``hidden_s`` is the time of work that
-    overlapped with backward and forward. ``params_per_s`` is relative to ``update_s``.
-    """
+    """The reported numbers of one update. A rate is None if nothing was moved, or if the time was too short."""
 
     update_s: float
     exposed_s: float
@@ -104,10 +96,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One update that ran, in the step of ``counts``; in ``phases`` the model waited for it, or computed meanwhile.
-
-    ``read_timeline`` reads two device events per action; it is called once, if a number needs the timeline.
-    """
+    """One update that ran. ``read_timeline`` reads two device events per action, and is called at most once."""
 
     counts: StepCounts
     phases: Sequence[PhaseSpan]
@@ -116,17 +105,14 @@ class UpdateRecord:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Return the measured timeline."""
         return self.read_timeline()
 
     @cached_property
     def measured(self) -> MeasuredUpdate:
-        """Return the seconds that are compared with the prediction."""
         return MeasuredUpdate.from_timeline(self.timeline, self.phases)
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Return the reported numbers."""
         measured, timeline, plan = self.measured, self.timeline, self.plan
         return Numbers(
             update_s=measured.update_s,
@@ -140,7 +126,7 @@ class UpdateRecord:
         )
 
     def is_due(self, every_n_steps: float | None) -> bool:
-        """Return whether DeepSpeed prints at this step. Frameworks set ``every_n_steps`` to infinity to never print."""
+        """Return whether DeepSpeed prints at this step. Frameworks disable that by ``every_n_steps`` of infinity."""
         return every_n_steps is not None and self.counts.step % every_n_steps == 0
 
 
@@ -159,7 +145,7 @@ class PredictedUpdate:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The predicted and the measured seconds of ``name``: all actions of a kind, ``UPDATE``, or ``EXPOSED`` of it."""
+    """The predicted and the measured seconds of ``name``: a kind of actions, ``UPDATE`` or ``EXPOSED``."""
 
     name: str
     predicted_s: float
@@ -167,7 +153,7 @@ class ComparisonRow:
 
     @property
     def error(self) -> float:
-        """Return the error relative to the measured seconds; it is positive if the prediction was too high."""
+        """Return the error relative to the measured seconds, positive if the prediction was too high."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s > 0 else 0.0
 
     def __str__(self) -> str:
@@ -179,10 +165,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The facts about a run with its present plan.
-
-    ``began`` is local time in ISO 8601; ``memory_bytes`` are the bytes that rank 0 has reserved, by kind of memory.
-    """
+    """The facts about a run: ``began`` in ISO 8601 (local time), and the ``memory_bytes`` of rank 0 by kind."""
 
     began: str
     world_size: int
@@ -221,7 +204,7 @@ def compare(predict: Callable[[Windows], PredictedUpdate], measured: Sequence[Me
     if windows.forward_s > 0:
         rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
     by_kind = predicted.timeline.seconds_by_kind()
-    # A kind without predicted seconds has no error, such as PUBLISH if the CPU updates the model's parameters.
+    # A kind without predicted seconds has no error.
     predicted_kinds = [kind for kind in ActionKind if by_kind.get(kind, 0.0) > 0]
     return rows + [
         ComparisonRow(kind.value, by_kind[kind], median(update.by_kind[kind] for update in measured))

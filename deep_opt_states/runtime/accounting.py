@@ -14,7 +14,7 @@ from perf_model.prediction.memory import MemoryKind, Reservation
 
 
 class AccountingDevice:
-    """A wrapper around ``device`` that records what is reserved on it, and forwards every call."""
+    """A wrapper around ``device`` that forwards every call, and records each reservation of memory."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device

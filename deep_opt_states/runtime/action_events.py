@@ -1,4 +1,4 @@
-"""Hold the events around the actions of one update, by which streams wait for one another and times are measured."""
+"""Hold the events around the actions of one update."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ class ActionEvents:
 
     def __init__(self, device: Device[Any], names: Sequence[str]) -> None:
         self.started: dict[str, Event] = {name: device.event() for name in names}
-        """Events recorded before each action. Only ``timeline`` reads them."""
+        """Recorded before each action; only ``timeline`` reads them."""
         self.finished: dict[str, Event] = {name: device.event() for name in names}
-        """Producer -> consumer: recorded after each action. The streams and the worker wait for them where an action
-        waits for this one, and the caller's current stream waits for them in ``publish``."""
+        """Producer -> consumer: recorded after each action, for the streams, the worker and ``publish``."""
         self.flushed = device.event()
-        """The d2h stream -> host: recorded when the update ends on the streams; its flushes have finished. Only
-        ``timeline`` waits for it, and only if there are flushes."""
+        """The d2h stream -> host: the flushes of the update have finished. Only ``timeline`` waits for it."""
         self.origin = device.event()
-        """Caller's stream -> host: recorded when the update begins. It marks second 0 of the timeline."""
+        """Caller's stream -> host: the update starts, at second 0 of the timeline."""
         self.origin_s = 0.0
         """The host's clock, in seconds, when the host has waited for ``origin``."""
         self.on_worker: dict[str, tuple[float, float]] = {}
         """Start and end of each action of the worker, in seconds after ``origin_s``."""
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
-        """Return when each of ``actions`` ran. The update has ended; the host waits for its flushes in flight."""
+        """Return when each of ``actions`` ran, after the end of the update. The host waits for flushes in flight."""
         if any(action.lane is Lane.D2H for action in actions):
             self.flushed.synchronize()
         spans = []

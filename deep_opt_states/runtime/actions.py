@@ -1,8 +1,4 @@
-"""Execute each kind of action by one method, which a dispatch table selects, and hold the slots that actions use.
-
-The views that an action works on are made once for each slot that it uses, and not in each step: the host issues
-hundreds of copies there.
-"""
+"""Execute each kind of action by one method, and hold the slots that actions use."""
 
 from __future__ import annotations
 
@@ -22,19 +18,17 @@ from perf_model.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class UnitOperations:
-    """The update and the publication of one unit, for the gradients and the parameters that it has at present."""
+    """The update and the publication of one unit, for the gradients and the parameters that it contains now."""
 
     tensors: list[torch.Tensor]
-    """The gradient and the parameters of each part."""
     updates: dict[int | None, list[RangeUpdate]]
-    """The updates by the index of the slot that holds the states; None if they are in no slot."""
+    """The updates by the index of the slot that holds the states; None for states outside slots."""
     publications: Copies
-    """The copies of updated parameters."""
     distributed: Copies
-    """The copies within the accelerator that follow them."""
+    """The copies within the accelerator that follow ``publications``."""
 
     def is_current(self, state: UnitState) -> bool:
-        """Return whether the unit of this ``state`` still has these gradients and parameters."""
+        """Return whether the unit still uses these gradients and parameters."""
         return all(map(is_, self.tensors, _tensors_of(state)))
 
 
@@ -43,11 +37,7 @@ def _tensors_of(state: UnitState) -> list[torch.Tensor]:
 
 
 class Actions:
-    """The operations that the actions of a schedule stand for.
-
-    ``host_adam`` updates in host memory. ``device_adam`` updates on the accelerator: in slots, and in place where a
-    unit is resident. It may be None if every unit is updated on the CPU.
-    """
+    """The operations that the actions of a schedule stand for."""
 
     def __init__(self, device: Device[Any], host_adam: AdamKernel, device_adam: AdamKernel | None) -> None:
         self._states: Sequence[UnitState] = ()
@@ -58,9 +48,8 @@ class Actions:
         self._shift = 0
         """The index of the slot that actions with slot 0 use in this update."""
         self._state_copies: dict[tuple[str, int], Copies] = {}
-        """The copies of the prefetches and flushes so far, by the action's name and the index of its slot."""
+        """The copies by the action's name and the index of its slot, kept because the host issues hundreds per step."""
         self._operations: dict[int, UnitOperations] = {}
-        """The operations of each unit that was updated since the units or the slots were set."""
         self.bodies: Mapping[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
@@ -73,8 +62,7 @@ class Actions:
     def set_units(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` from now on, with the slots that ``schedule`` needs; slots of the same length are kept.
 
-        Raise the device's out-of-memory error if memory is short; then nothing has changed. The caller makes sure that
-        no stream still copies from or to a slot that is freed here.
+        If the device raises its out-of-memory error, nothing has changed. No stream may still use a slot that is freed.
         """
         kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
         added = range(len(kept), schedule.num_slots)
@@ -84,12 +72,12 @@ class Actions:
         self._forget_views()
 
     def shift_slots(self, number: int) -> None:
-        """Let every action use the slot that is ``number`` slots after the present one. No update is running."""
+        """Shift the slot of every action by ``number`` slots, between two updates."""
         if self._slots:
             self._shift = (self._shift + number) % len(self._slots)
 
     def forget_replaced_tensors(self) -> None:
-        """Drop the references to gradients and parameters that units have no more. No update is running."""
+        """Drop the references to gradients and parameters that units no longer use. No update is running."""
         self._operations = {
             unit: known for unit, known in self._operations.items() if known.is_current(self._states[unit])
         }
@@ -105,7 +93,6 @@ class Actions:
         self._operations.clear()
 
     def _slot_index(self, action: Action) -> int | None:
-        """Return the index of the slot that ``action`` uses in this update; None if it uses none."""
         return None if action.slot is None else (action.slot + self._shift) % len(self._slots)
 
     def _prefetch(self, action: Action) -> None:
@@ -117,8 +104,7 @@ class Actions:
     def _gpu_step(self, action: Action) -> None:
         assert self._device_adam is not None
         self._device_adam.update_ranges(self._updates_of(action))
-        # A copy is issued on the update's stream. The next unit that is staged in the same memory is updated on that
-        # stream, too, so it cannot overwrite the parameters before they are copied.
+        # On the update's stream: the next unit staged in the same memory is updated on it, after this copy.
         self._copy(self._operations_of(action).publications)
 
     def _cpu_step(self, action: Action) -> None:
@@ -135,7 +121,6 @@ class Actions:
             self._device.copy(destination, source)
 
     def _copies_of_states(self, action: Action) -> Copies:
-        """Return the copies of a prefetch or a flush. The states of a unit stay where they are."""
         index = self._slot_index(action)
         assert index is not None
         key = action.name, index
@@ -149,17 +134,13 @@ class Actions:
             yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
 
     def _updates_of(self, action: Action) -> list[RangeUpdate]:
-        """Return the updates of the action's unit, in the slot that it uses now."""
         updates, index = self._operations_of(action).updates, self._slot_index(action)
         if index not in updates:
             updates[index] = self._derive_updates(action, index)
         return updates[index]
 
     def _operations_of(self, action: Action) -> UnitOperations:
-        """Return the operations of the action's unit. They change if users set gradients or DeepSpeed moves parameters.
-
-        The worker and the caller's thread call this for different units.
-        """
+        """Return the unit's operations. The worker and the caller's thread call this for different units."""
         state = self._states[action.unit]
         known = self._operations.get(action.unit)
         if known is None or not known.is_current(state):

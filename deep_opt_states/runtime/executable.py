@@ -14,8 +14,8 @@ from perf_model.schedule.workload import Workload
 def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
     """Raise ``ScheduleError`` if ``schedule`` is not safe for ``states`` and their placements, or cannot be executed.
 
-    The worker issues the actions that wait for a CPU step, so these must be the publications, each with its own wait.
-    Nothing else may wait for them, because a stream can wait only for an event that was recorded before.
+    A stream can wait only for an event that was recorded before. So only publications may wait for CPU steps, each for
+    the step of its own unit, and the worker issues them.
     """
     placements = check(schedule, Workload.from_numels(state.length for state in states))
     of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}

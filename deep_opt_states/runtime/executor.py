@@ -1,9 +1,4 @@
-"""Execute a schedule: loop over its actions in order, and decide nothing.
-
-The caller's thread issues the actions between ``begin`` and ``end``, in the schedule's order, without waiting for
-them (see ``issuer.py``). Meanwhile the caller continues training. It calls ``publish`` for parameters that it reads
-next, and ``advance`` to enqueue the actions.
-"""
+"""Execute a schedule: loop over its actions in order, and decide nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ class Waiter(Enum):
     """The one that waits until all units are updated and published."""
 
     STREAM = "stream"
-    """The current stream, and not for flushes. The host waits for the worker alone."""
+    """The current stream, without flushes. The host waits for the worker alone."""
     HOST = "host"
     """The host, also for flushes."""
 
@@ -88,7 +83,7 @@ class Executor:
         self._actions = Actions(device, host_adam, device_adam)
         self._pending = False
         self._flushing = False
-        """Whether only a stream has waited for the end of the update, whose flushes may be in flight."""
+        """Whether only a stream has waited for the last update, so that flushes may be in flight."""
         self._failure: BaseException | None = None
         self._worker = worker or Worker(device.enter_thread)
         self._uninterrupted = Uninterrupted(device)
@@ -120,7 +115,7 @@ class Executor:
     def load_plan(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
-        ``sync_states_to_host`` was called, unless the units and their memory stay the same. Raise ``ScheduleError`` if
+        Call ``sync_states_to_host`` first, unless the units and their memory stay the same. Raise ``ScheduleError`` if
         ``schedule`` is not safe, or the device's out-of-memory error; then nothing has changed.
         """
         assert not self._pending
@@ -149,14 +144,11 @@ class Executor:
 
     @section
     def sync_states_to_host(self) -> None:
-        """Make the states in host memory those of the last update, and let the caller read and write them.
-
-        Resident states are written back, unless an update has failed, and are copied again for the next update.
-        """
+        """Write resident states back, unless an update has failed, and let the caller use the states in host memory."""
         assert not self._pending
-        # The states are copied on another stream than the one that updates them.
+        # Before the write-back, which runs on another stream than the updates.
         self.end()
-        # A copy that is still in flight is harmless: the next copy into its slot follows on the same stream.
+        # A prefetch in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
         if self._failure is None:
             with self._keep_failure():
@@ -165,21 +157,20 @@ class Executor:
 
     @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
-        """Start an update: submit the first actions of the worker.
+        """Start an update: submit the first actions of the worker, and block the host for the caller's stream.
 
-        ``steps`` holds one entry per sub-group, and ``prepare`` gives each unit its gradients. The host waits for the
-        caller's stream. Nothing else is issued yet, because the caller may have to wait for the whole device first.
+        ``steps`` holds one entry per sub-group, and ``prepare`` gives each unit its gradients. No other action is
+        issued yet, because the caller may have to wait for the whole device first.
         """
         assert not self._pending
         assert self._failure is None
         self._issuer.begin()
         self._pending, self._flushing = True, False
         with self._keep_failure():
-            # Inside, because it may allocate: if memory is short on this rank, the other ranks must know.
+            # Inside: it may run out of memory, and the other ranks must know.
             prepare()
             self._lanes.wait_for_caller(self._issuer.events)
-            # After the wait: kernels of the update before, for which only a stream has waited, read the
-            # hyperparameters that are overwritten here.
+            # After the wait: kernels of the last update may still read the hyperparameters that are overwritten here.
             for kernel in self._kernels:
                 kernel.begin_step(steps)
             self._residents.load()
@@ -200,12 +191,12 @@ class Executor:
 
     def publish(self, unit: int) -> None:
         """Make the current stream wait for the publication of ``unit``, and the host until the worker has issued it."""
-        # While the flushes are in flight, another stream than the one that has waited may still be ahead of the update.
+        # If only a stream has waited, the current stream may be another one, still ahead of the update.
         ended = not (self.pending or self._flushing)
         if ended or self._failure is not None:
             return
         position = self._issuer.schedule.publishing[unit]
-        # Forward calls this for each module. A section takes some tens of microseconds.
+        # A section takes tens of microseconds, and forward calls this for each module.
         if not self._issuer.is_brought_out(position):
             self._bring_out(position)
         if self._failure is None:
@@ -220,11 +211,9 @@ class Executor:
     def end(self, waiting: Waiter = Waiter.HOST) -> None:
         """Issue the remaining actions, and let the stream or the host wait until the update has ended.
 
-        The host may read states in host memory afterwards, also if an earlier call has left flushes in flight. If only
-        the current stream waits, backward may overwrite the gradients on that stream, and the first prefetches of the
-        next update wait on the h2d stream for flushes out of their slots.
+        If only the current stream waits, backward may overwrite the gradients on that stream, and the next prefetches
+        wait for the flushes out of their slots.
         """
-        # Readers of states call this also between updates.
         if self.pending or (self._flushing and waiting is Waiter.HOST):
             self._end(waiting)
 
@@ -239,13 +228,11 @@ class Executor:
                 else:
                     self._lanes.order_after_update()
                     self._issuer.carry_flushes()
-                # All actions have been issued: prepare the prefetches for the next update.
                 self._issuer.forget_prefetches()
                 self._actions.shift_slots(self._issuer.slot_shift)
                 self._flushing = waiting is Waiter.STREAM
         elif self._flushing and waiting is Waiter.HOST:
-            # Even if the update has failed on another rank: states are then loaded into the memory that is flushed to.
-            # Prefetches for the next update, which backward has issued, are not waited for.
+            # Also after a failure on another rank: a checkpoint is then loaded into the memory that flushes write to.
             with self._keep_failure():
                 self._lanes.wait_until_drained()
         self._pending = False
@@ -260,16 +247,12 @@ class Executor:
 
     @section
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
-        """Zero ``tensors`` in host memory on the threads that update them: the first touch of a page decides its
-        node."""
+        """Zero ``tensors`` on the threads that update them: the first touch of a page decides its NUMA node."""
         for group in tensors:
             self._worker.submit(partial(self._host_adam.zero, group)).result()
 
     def timeline_reader(self) -> Callable[[], Timeline]:
-        """Return a function that reads when each action of the last update ran, once that has finished.
-
-        The second update after it, when it is prefetched or starts, records the events again.
-        """
+        """Return a function that reads the times of the last, finished update, until the second one after it starts."""
         return partial(self._issuer.events.timeline, self._issuer.schedule.actions)
 
     def failed_within(self, timeout_s: float) -> bool:
@@ -307,8 +290,7 @@ class Executor:
         if self._flushing:
             self.end()
         self._worker.close()
-        # Prefetches for an update that never started may still write to the slots that are freed here. If the device
-        # has failed, nothing is in flight.
+        # Prefetches for an update that never started may still write to slots that are freed here.
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
@@ -321,11 +303,11 @@ class Executor:
             yield
         except BaseException as error:  # noqa: BLE001 (kept until it is raised on all ranks)
             self._issuer.stop.set()
-            # Immediately: if the following lines wait for ever, the end of the process still reports it.
+            # Immediately: if the next lines never return, the end of the process still reports it.
             self._failure = error
             self._failure = self._issuer.first_error(error)
-            # Operations that were issued before the failure still write to states, into which a checkpoint will be
-            # loaded, and use slots, which will be freed. If the device fails here also, ``failure`` reports it already.
+            # Operations in flight still write to states, into which a checkpoint is loaded, and to slots, which are
+            # freed. An error here is ignored, because ``failure`` already reports one.
             with suppress(Exception):
                 self._lanes.drain()
             self._issuer.forget_prefetches()

@@ -1,9 +1,8 @@
-"""Issue the actions of one update after the other: on the streams of their lanes, and on the worker.
+"""Issue the actions of an update on the streams of their lanes, and on the worker.
 
-The h2d, compute, d2h and publish lanes are streams, and the cpu lane is a worker thread, so that all of them can
-overlap. Where an action waits for an action on a stream, an event holds back its stream, and the host continues. A
-stream cannot wait for a thread, so the worker itself issues what waits for it: the PUBLISH of a unit, as soon as its
-CPU_STEP has ended. No other action waits for the CPU.
+The h2d, compute, d2h and publish lanes are streams, and the cpu lane is a worker thread, so all of them overlap.
+Streams wait for one another by events, and the host continues. A stream cannot wait for a thread, so the worker itself
+issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action waits for the CPU.
 """
 
 from __future__ import annotations
@@ -26,21 +25,16 @@ from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 
 
 class Issuer:
-    """The issue of the actions of a schedule, which ``run`` executes by kind, on the current stream or the worker.
-
-    ``set_schedule`` is called before anything else. Every action is issued, or run by the worker, inside the context
-    ``span(name)``.
-    """
+    """The issue of the actions of a schedule, which ``run`` executes by kind, on the current stream or the worker."""
 
     events: ActionEvents
     """The events of the update that has started last."""
     schedule: Schedule
     first_of_caller: int
-    """The number of actions of the worker that precede the first action that the caller issues."""
+    """The number of actions of the worker before the first action that the caller issues."""
     flushes_before: dict[str, str]
-    """The flush of the update before that a prefetch waits for, by the names of both."""
+    """The flush of the previous update that a prefetch waits for, by the name of the prefetch."""
     slot_shift: int
-    """The number of slots by which each action is shifted after an update."""
 
     def __init__(
         self,
@@ -58,23 +52,22 @@ class Issuer:
         self.stop = threading.Event()
         """Set by a failure: the host issues no further action, and the worker starts none."""
         self.on_cpu: dict[str, Future[None]] = {}
-        """The futures of the worker's tasks in this update, by the action's name. They carry its exceptions."""
+        """The futures of the worker's tasks in this update, by the action's name."""
         self.issued = 0
-        """The position in the schedule before which all actions have been issued."""
+        """The number of actions of the schedule that have been issued."""
         self._ended_on_cpu = 0
-        """The position before which the worker has run or issued all of its actions, as far as the host knows."""
+        """The position up to which the worker is known to have run or issued its actions."""
         self._prefetched: set[str] = set()
-        """Names of the actions that ``prefetch`` has issued, which the update does not issue again."""
+        """The names of actions that were issued for the next update."""
         self._carried: dict[str, Event] = {}
-        """d2h stream -> h2d stream: flushes of the last update, by the name of the prefetch that waits for them since
-        the host has not."""
+        """The d2h stream -> h2d stream: flushes in flight, by the name of the prefetch that waits."""
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Issue ``schedule`` from the next update on, and reserve its events. No update is in flight."""
         self.forget_prefetches()
         self.schedule = schedule
         on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
-        # There are two sets: the timeline of one update can still be read while the next one records the other set.
+        # Two sets: the timeline of one update can be read while the next update records the other set.
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
         self.first_of_caller = next(
             (
@@ -84,7 +77,6 @@ class Issuer:
             ),
             len(schedule.actions),
         )
-        # They fill the slots. Any other prefetch waits for an action of the same update.
         self._first_prefetches = [
             action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
         ]
@@ -143,31 +135,27 @@ class Issuer:
         self._ended_on_cpu = self.issued
 
     def is_brought_out(self, position: int) -> bool:
-        """Return whether a stream can wait for the action at ``position``: it is issued, by the worker or here."""
+        """Return whether the action at ``position`` is issued, so that a stream can wait for it."""
         ended_on_cpu = self.schedule.actions[position].lane is not Lane.PUBLISH or position < self._ended_on_cpu
         return position < self.issued and ended_on_cpu
 
     def bring_out(self, position: int) -> None:
-        """Issue the actions up to ``position``, and block the host until the worker has issued it, if it is its own."""
+        """Issue the actions up to ``position``, and block the host until that action is issued."""
         self.issue(position + 1)
         action = self.schedule.actions[position]
-        # If the update on the CPU has failed, its exception is raised here, and not only at the end.
+        # Raise a failure of the CPU update here, not only at the end.
         for name in (*action.waits, action.name):
             self.wait_for_worker(name)
         if action.lane is Lane.PUBLISH:
-            # The worker runs its actions in order.
             self._ended_on_cpu = max(self._ended_on_cpu, position + 1)
 
     def wait_for_worker(self, name: str) -> None:
-        """Block the host until the worker has run or issued the action ``name``, if that is the worker's."""
+        """Block the host until the worker has run or issued the action ``name``, if it is one of the worker's."""
         if name in self.on_cpu:
             self.on_cpu[name].result()
 
     def first_error(self, error: BaseException) -> BaseException:
-        """Return the worker's exception if there is one, since ``error`` may only follow from it; otherwise ``error``.
-
-        Wait for the worker to finish its tasks.
-        """
+        """Wait for the worker, and return its exception, from which ``error`` may follow, or else ``error``."""
         self._worker.submit(lambda: None).exception()
         failures = [failure for future in self.on_cpu.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
@@ -188,7 +176,6 @@ class Issuer:
             origin_s = self.events.origin_s
             self.events.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
         except BaseException:
-            # From here on the host must not issue another action, and the worker must not start one.
             self.stop.set()
             raise
 
@@ -197,7 +184,7 @@ class Issuer:
         if action.name in self._carried:
             stream.wait(self._carried.pop(action.name))
         for name in action.waits:
-            # CPU steps have no event: the worker, which runs them, also issues the actions that wait for them.
+            # CPU steps record no event: the worker runs them before it issues the actions that wait for them.
             if name in events.finished:
                 stream.wait(events.finished[name])
         stream.record(events.started[action.name])

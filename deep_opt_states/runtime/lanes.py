@@ -13,11 +13,9 @@ from perf_model.schedule.action import Lane
 class LaneStreams:
     """The streams of all lanes but the CPU's, with the events for their start and their end.
 
-    There is one stream per lane: h2d overlaps prefetches with everything else, compute overlaps the update with the
-    transfers, d2h overlaps flushes with transfers in the other direction, and publish lets small copies overtake
-    prefetches and flushes.
+    With one stream per lane, lanes overlap, and small publications overtake prefetches and flushes.
 
-    - ``_reserved``: caller's stream -> h2d lane; memory that was allocated since is free of the caller's kernels.
+    - ``_reserved``: caller's stream -> h2d lane; the caller's kernels no longer use the new memory.
     - ``_drained``: each lane's stream -> host; everything that was issued on it has finished.
     """
 
@@ -30,8 +28,7 @@ class LaneStreams:
     def wait_for_new_memory(self) -> None:
         """Make copies to new memory wait for the caller's stream, on which the memory is allocated.
 
-        The allocator may have reused memory that kernels on that stream still use. Only prefetches and loads of
-        resident states are issued before the next update starts, which waits for that stream.
+        The allocator may have reused memory that kernels on that stream still use. Other lanes wait for it later.
         """
         self._device.current_stream().record(self._reserved)
         self.streams[Lane.H2D].wait(self._reserved)
@@ -39,15 +36,15 @@ class LaneStreams:
     def wait_for_caller(self, events: ActionEvents) -> None:
         """Block the host until the caller's stream is done, and give the clocks of host and device a common origin.
 
-        Backward's kernels may still read the 16-bit parameters, and gradients may still be copied to host memory, where
-        the worker reads them. DeepSpeed has joined its reduction stream to the caller's stream by then.
+        Until then, kernels of backward may read the parameters, and gradients may be in flight to host memory.
+        DeepSpeed has joined its reduction stream to the caller's stream by then.
         """
         self._device.current_stream().record(events.origin)
         events.origin.synchronize()
         events.origin_s = time.perf_counter()
 
     def drain(self) -> None:
-        """Block the host until nothing is in flight on any lane: slots are freed, or a checkpoint is loaded, next."""
+        """Block the host until nothing is in flight on any lane."""
         self._record_drained()
         self.wait_until_drained()
 
@@ -57,7 +54,7 @@ class LaneStreams:
         self.streams[Lane.D2H].record(events.flushed)
 
     def order_after_update(self) -> None:
-        """Make the current stream wait for the updates and publications before ``record_end``, but not for flushes."""
+        """Make the current stream wait for all updates and publications before ``record_end``, but not for flushes."""
         for lane in (Lane.COMPUTE, Lane.PUBLISH):
             self._device.current_stream().wait(self._drained[lane])
 

@@ -1,8 +1,6 @@
 """Keep the states of resident units on the accelerator: a write-back cache over their places in host memory.
 
-Host memory contains a place for the states of every unit. Those of a resident unit are loaded from there before its
-first update, and updated on the accelerator from then on. They are written back before any other code reads or writes
-optimizer states, and before the unit is updated elsewhere.
+They are written back before any other code reads or writes optimizer states, and before a unit is updated elsewhere.
 """
 
 from __future__ import annotations
@@ -15,23 +13,17 @@ from deep_opt_states.runtime.state import Resident, UnitState
 
 
 class ResidentStates:
-    """The resident units of one executor, and the copies between their two places.
-
-    ``load`` copies on the ``h2d`` stream, ``write_back`` on ``d2h``, and updates run on ``compute``. The caller calls
-    ``load`` and ``mark_updated`` before it issues an update, and the others only while nothing is in flight.
-    """
+    """The resident units of one executor. Nothing may be in flight, except in ``load`` and ``mark_updated``."""
 
     def __init__(self, device: Device[Any], h2d: Stream[Any], compute: Stream[Any], d2h: Stream[Any]) -> None:
         self._device = device
         self._h2d, self._compute, self._d2h = h2d, compute, d2h
         self._loaded = device.event()
-        """The h2d stream -> compute stream: all resident states are loaded."""
         self._written = device.event()
-        """The d2h stream -> host: all updated states are in host memory."""
         self._units: list[tuple[UnitState, Resident]] = []
 
     def set_units(self, states: Sequence[UnitState]) -> None:
-        """Keep the resident units among ``states`` from now on. The caller has written back those before."""
+        """Keep the resident units among ``states`` from now on. The previous ones were written back."""
         self._units = [(state, state.resident) for state in states if state.resident is not None]
 
     def load(self) -> None:
@@ -67,7 +59,7 @@ class ResidentStates:
             resident.is_updated = False
 
     def invalidate(self) -> None:
-        """Discard the states on the accelerator, because those in host memory may be newer. They are loaded again."""
+        """Discard the states on the accelerator, because the states in host memory may be newer."""
         for _, resident in self._units:
             resident.is_loaded = resident.is_updated = False
 

@@ -1,9 +1,4 @@
-"""Hold the tensors of one unit on one rank, and of each of its ranges.
-
-``UnitState`` holds the parts of a unit, one per range. ``Slot`` is accelerator memory for the states of one unit: of
-the streamed units that pass through it, or of one resident unit, with the parts one behind the other. Only
-``Slot.reserve`` allocates, and nothing here copies or waits.
-"""
+"""Hold the tensors of one unit on one rank. Only ``Slot.reserve`` allocates, and nothing here copies or waits."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRang
 from perf_model.schedule.placement import Placement
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Destinations and sources, in the order in which they are copied."""
+"""Pairs of destination and source, in the order in which they are copied."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +37,27 @@ class Slot:
 
 @dataclass(eq=False)
 class Resident:
-    """The states of one resident unit on the accelerator, and how they relate to those in host memory."""
+    """The states of one resident unit on the accelerator."""
 
     states: Slot
     is_loaded: bool = False
-    """Whether they are the states of the last update. If not, those in host memory are."""
+    """Whether they are up to date; if not, the states in host memory are."""
     is_updated: bool = False
-    """Whether they were updated since they were loaded, so that those in host memory are older."""
+    """Whether they are newer than the states in host memory."""
 
 
 @dataclass(eq=False)
 class UnitPart:
     """The tensors of one range of a unit, of shape [numel] each: ``elements`` of the sub-group ``sub_group``.
 
-    - ``offset`` is the position of the first element in the unit's memory on the accelerator. - ``master``, ``exp_avg``
-    and ``exp_avg_sq`` are fp32, views of the sub-group's tensors in the slab in host memory. - ``grad`` is in the
-    accumulation dtype, on the accelerator if the unit is streamed or resident, else on the host. - ``param``, in the
-    model's dtype, is a view of DeepSpeed's flat buffer: on the accelerator, or in page-locked host memory if DeepSpeed
-    offloads parameters. - ``rounded``, in that dtype in host memory, is what a CPU update publishes: ``param`` itself
-    where the CPU can write it, so that nothing is copied; ``master`` for an fp32 model, except in the persistent unit.
-    - ``staged``, in that dtype on the accelerator, receives updated parameters if ``param`` is in host memory, and is
-    copied there; None otherwise. All units share it, which is safe because one stream both updates and copies.
+    - ``offset``: the position of the first element in the unit's memory on the accelerator.
+    - ``master``, ``exp_avg``, ``exp_avg_sq``: fp32, views of the sub-group's tensors in the slab.
+    - ``grad``: in the accumulation dtype, on the device that updates the unit.
+    - ``param``: in the model's dtype, a view of DeepSpeed's flat buffer, which is in pinned memory if offloaded.
+    - ``rounded``: the tensor in host memory that a CPU update publishes: ``param`` itself where the CPU can write it,
+      or ``master`` for an fp32 model, except in the persistent unit.
+    - ``staged``: memory on the accelerator for the updated parameters if ``param`` is in host memory, else None. All
+      units share it, which is safe because one stream both updates and copies.
     """
 
     sub_group: int
@@ -90,12 +85,11 @@ class UnitPart:
     def of_unit(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the view of this part of ``tensor``, memory of the whole unit on the accelerator."""
         numel = self.elements.numel
-        # A schedule makes many views per action. Most of the time to issue is saved if a whole tensor needs no view.
+        # Views take much of the time to issue an action, and a whole tensor needs none.
         return tensor if numel == tensor.numel() else tensor.narrow(0, self.offset, numel)
 
     def cpu_update(self) -> RangeUpdate:
-        """Return the update on the CPU."""
-        # The parameters of an fp32 model on the accelerator are published from the master weights.
+        # An fp32 model is published from the master weights.
         param = None if self.rounded is self.master else self.rounded
         return self._update((self.master, self.exp_avg, self.exp_avg_sq), param)
 
@@ -112,11 +106,7 @@ class UnitPart:
 
 @dataclass(frozen=True)
 class Packing:
-    """Memory that the parameters of the persistent unit are published through, of shape [numel] in the model's dtype.
-
-    A model contains hundreds of such parameters, and each copy costs some microseconds. So the CPU writes all of them
-    to ``on_host``, one copy brings them to ``on_accelerator``, and a kernel distributes them.
-    """
+    """Memory through which one copy publishes the hundreds of parameters of the persistent unit, of shape [numel]."""
 
     on_host: torch.Tensor
     on_accelerator: torch.Tensor
@@ -124,11 +114,7 @@ class Packing:
 
 @dataclass(eq=False)
 class UnitState:
-    """The ``parts`` of one unit, one per range. ``placement`` is where they are updated.
-
-    ``resident`` is the accelerator memory of a resident unit; None otherwise. ``packing`` is that of the persistent
-    unit if its parameters are published; None otherwise.
-    """
+    """The ``parts`` of one unit, one per range. ``packing`` is for a persistent unit that is published."""
 
     placement: Placement
     parts: Sequence[UnitPart]
@@ -142,19 +128,16 @@ class UnitState:
 
     @property
     def is_on_accelerator(self) -> bool:
-        """Return whether the gradient is on the accelerator, and the unit is updated there."""
+        """Return whether the unit is updated on the accelerator, where its gradient also is."""
         return self.placement is not Placement.CPU
 
     def copied_states(self, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the tensors in host memory and those in ``states`` that are copied between the two, in memory order."""
+        """Yield pairs of a tensor in host memory and its part of ``states``, in memory order."""
         for name, on_accelerator in zip(STATES, states.tensors, strict=True):
             yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
 
     def publications(self) -> tuple[Copies, Copies]:
-        """Return the copies that publish the parameters, and those that distribute them within the accelerator.
-
-        There are none if the update writes the model's own parameters.
-        """
+        """Return the copies that publish the parameters, and the copies within the accelerator that follow."""
         if self.is_on_accelerator:
             return [(part.param, part.staged) for part in self.parts if part.staged is not None], []
         if self.packing is None:

@@ -25,10 +25,7 @@ def widths_of(
     *,
     params_on_host: bool = False,
 ) -> Widths:
-    """Return the bytes per element of each tensor, for a model whose parameters are like ``param``.
-
-    The parameters are on ``device``, or in page-locked host memory if ``params_on_host``.
-    """
+    """Return the bytes per element of each tensor, for a model whose parameters are like ``param``."""
     return Widths(
         param=param.element_size(),
         grad=grad_dtype.itemsize,
@@ -40,8 +37,8 @@ def widths_of(
 class SubGroupTensors:
     """The tensors of one sub-group in the slab, of shape [numel] each.
 
-    The states are fp32, ``grad`` is in the accumulation dtype and ``rounded`` in the model's; it is None if a CPU
-    update needs no buffer for rounded parameters.
+    The states are fp32, ``grad`` is in the accumulation dtype, and ``rounded``, if a CPU update needs it, in the
+    model's.
     """
 
     master: torch.Tensor
@@ -52,22 +49,18 @@ class SubGroupTensors:
 
     @property
     def adam_tensors(self) -> AdamTensors:
-        """Return the tensors as an Adam kernel takes them, with ``rounded`` as the parameters."""
+        """Return the tensors for an Adam kernel, with ``rounded`` as the parameters."""
         return AdamTensors(
             master=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq, grad=self.grad, param=self.rounded
         )
 
 
 class StateMemory:
-    """The states of one rank.
+    """The states of one rank: ``sub_groups``, the tensors in the slab, and ``units``, which depend on the plan.
 
-    ``sub_groups`` are the tensors in the slab, which do not depend on a plan. ``units`` are views of them, and the
-    memory on the accelerator, for the plan that was passed to ``set_plan`` last. ``params`` holds the flat buffer of
-    each sub-group, of shape [numel], in the model's dtype; if ``params_on_host``, these buffers are in page-locked host
-    memory although ``device`` has memory of its own.
-
-    The constructor reserves the slab and touches none of its pages, which are zero. Raise ``HostMemoryError`` if the
-    host cannot provide it.
+    ``params`` holds the flat buffer of each sub-group, of shape [numel], in the model's dtype. If ``params_on_host``,
+    these buffers are in pinned memory although ``device`` has memory of its own. The constructor touches no page of the
+    slab, which is zero. Raise ``HostMemoryError`` if the host cannot provide it.
     """
 
     def __init__(
@@ -96,10 +89,9 @@ class StateMemory:
         self._packing: Packing | None = None
 
     def set_plan(self, plan: UpdatePlan) -> None:
-        """Make ``units`` those of ``plan``, with the accelerator memory that they need, and move their gradients.
+        """Make ``units`` the units of ``plan``, reserve their accelerator memory, and move their gradients.
 
-        The caller has written back resident states. Raise the device's out-of-memory error if memory is short; then
-        nothing has changed.
+        Resident states were written back. If the device raises its out-of-memory error, nothing has changed.
         """
         staging = self._reserve_staging(plan)
         placed = zip(plan.workload.units, plan.placements, strict=True)
@@ -109,7 +101,6 @@ class StateMemory:
 
     @property
     def parts(self) -> list[UnitPart]:
-        """Return the parts of all units, in the order of the units."""
         return [part for unit in self.units for part in unit.parts]
 
     def release_params(self) -> None:
@@ -136,7 +127,6 @@ class StateMemory:
         self._slab.close()
 
     def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
-        """Return the state of ``unit``, with new memory on the accelerator if its placement needs it."""
         packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
         parts = [self._part(*placed, packing) for placed in zip(unit.ranges, unit.offsets, strict=True)]
         state = UnitState(placement=placement, parts=parts, packing=packing)
@@ -159,7 +149,7 @@ class StateMemory:
         elif not self._publishes:
             rounded = narrowed_param
         else:
-            # The parameters of an fp32 model are published from the master weights.
+            # An fp32 model is published from the master weights.
             rounded = master if tensors.rounded is None else elements.view(tensors.rounded)
         return UnitPart(
             sub_group=run.sub_group,
@@ -174,7 +164,7 @@ class StateMemory:
         )
 
     def _reserve_packing(self, unit: Unit) -> Packing:
-        """Return the memory that persistent parameters are published through. It is the same for every plan."""
+        """Return the memory that persistent parameters are published through, the same for every plan."""
         if self._packing is None:
             dtype = self._params[0].dtype
             on_host, on_accelerator = (
@@ -184,16 +174,16 @@ class StateMemory:
         return self._packing
 
     def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
-        """Return memory on the accelerator for the parameters of its largest unit, if updates do not write in place."""
+        """Return accelerator memory for the parameters of one unit, if updates there cannot write them in place."""
         numel = plan.largest_on_accelerator if self._params_on_host else 0
         if numel == 0:
             return None
         return self._device.empty(numel, self._params[0].dtype)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
-        """Copy the gradients to where ``units`` hold them, by way of the slab, and block the host until they are there.
+        """Copy the gradients to the buffers of ``units``, by way of the slab, and block the host until they are there.
 
-        Users may still read those of the last step, and an open window adds to its sums. None is being reduced.
+        Users may still read the gradients of the last step, and an open window adds to its sums. None is being reduced.
         """
         for part in _on_accelerator(self.units):
             self._device.copy(self._slab_grad(part), part.grad)
@@ -208,5 +198,4 @@ class StateMemory:
 
 
 def _on_accelerator(units: Sequence[UnitState]) -> list[UnitPart]:
-    """Return the parts of ``units`` whose gradients are on the accelerator."""
     return [part for unit in units if unit.is_on_accelerator for part in unit.parts]

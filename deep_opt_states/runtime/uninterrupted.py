@@ -1,9 +1,8 @@
 """Run code to its end where no signal handler can interrupt it, and let the wait for it be repeated.
 
-Python runs signal handlers on the main thread, between any two of its instructions, and they may raise any exception.
-Nothing shows how far an interrupted line has come: a kernel may have been launched or not. So code that changes an
-update, a *section*, runs on a thread of its own. An interrupt ends the caller's wait for it and changes nothing: the
-section runs to its end, and the next call waits for it first.
+Python runs signal handlers on the main thread, between any two instructions, and they may raise. Nothing shows whether
+an interrupted line has launched its kernel. So code that changes an update, a *section*, runs on a thread of its own.
+An interrupt ends only the caller's wait: the section runs to its end, and the next call waits for it first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ THREAD_NAME = "deep_opt_states-sections"
 
 
 def section(method: Callable[Concatenate[Any, Arguments], Value]) -> Callable[Concatenate[Any, Arguments], Value]:
-    """Return ``method`` of an executor, which runs to its end even if a signal handler raises in the caller."""
+    """Wrap ``method`` of an executor so that it runs to its end even if a signal handler raises in the caller."""
 
     @wraps(method)
     def run(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
@@ -35,23 +34,19 @@ def section(method: Callable[Concatenate[Any, Arguments], Value]) -> Callable[Co
 
 
 class Uninterrupted:
-    """The thread for the sections of one executor, which run one after the other.
-
-    Any other thread than the main one, such as autograd's, runs its sections itself, and so does a forked process.
-    """
+    """The thread for the sections of the main thread; other threads and forked processes run sections themselves."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
         self._worker = Worker(device.enter_thread, THREAD_NAME)
         self._process: int | None = os.getpid()
         self._is_settled = True
-        """Whether no section runs. False while the main thread waits for one, and after an interrupt of this wait."""
+        """False while the main thread waits for a section, and after an interrupt of this wait."""
 
     def run(self, section: Callable[[], Value]) -> Value:
         """Run ``section`` to its end on the caller's current stream, and return its result or raise its exception.
 
-        If a signal handler raises before the section is submitted, the section never runs. If it raises later, the
-        section has its effects, but its result or exception is lost.
+        If a signal handler raises, the section never starts, or has its effects while its result or exception is lost.
         """
         self.settle()
         if threading.current_thread() is not threading.main_thread() or not self._has_thread:
@@ -59,17 +54,17 @@ class Uninterrupted:
         submitted = Section(section, self._device.current_stream())
         self._is_settled = False
         self._worker.submit(submitted)
-        # Again: a signal handler that has called ``run`` since the line before has found nothing to wait for.
+        # Again: a signal handler may have called ``run`` since, which sets it to true.
         self._is_settled = False
         submitted.wait_for_end()
         self._is_settled = True
         return submitted.outcome()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait for the section whose caller was interrupted, if there is one. Return whether it has ended in time."""
+        """Wait for a section whose caller was interrupted, and return whether it has ended in time."""
         if self._is_settled or self._worker.is_current_thread or not self._has_thread:
             return True
-        # A section of its own: the interrupt may have come before the caller knew that its section was submitted.
+        # Submit a section: the interrupt may have come before the caller knew that its own was submitted.
         last = Section(lambda: None, self._device.current_stream())
         self._worker.submit(last)
         self._is_settled = last.wait_for_end(timeout_s)
@@ -82,18 +77,14 @@ class Uninterrupted:
 
     @property
     def _has_thread(self) -> bool:
-        """Return whether this process has the thread.
-
-        ``Thread.is_alive`` is not used: in Python 3.11, an interrupt in it makes a thread that runs count as ended.
-        """
+        """Return whether this process has the thread. In Python 3.11, an interrupt breaks ``Thread.is_alive``."""
         return os.getpid() == self._process
 
 
 class Section(Generic[Value]):
     """One section, with its end and its outcome.
 
-    The wait for its end does not use ``threading.Event`` or ``Future``: an interrupt at the right moment would leave
-    their lock acquired, for which the thread that runs the section would wait for ever.
+    An interrupt can leave the lock of a ``threading.Event`` or ``Future`` acquired for ever, so neither is used.
     """
 
     def __init__(self, run: Callable[[], Value], stream: Stream[Any]) -> None:
@@ -103,7 +94,6 @@ class Section(Generic[Value]):
         self._error: BaseException | None = None
         self._has_ended = False
         self._end = threading.Lock()
-        """Released at the end, for the one thread that waits for it."""
         self._end.acquire()
 
     def __call__(self) -> None:
@@ -123,12 +113,12 @@ class Section(Generic[Value]):
         return self._has_ended
 
     def outcome(self) -> Value:
-        """Return the result of the section, or raise its exception. It has ended."""
+        """Return the result of the section that has ended, or raise its exception."""
         error, self._error = self._error, None
         if error is None:
             return self._value
         try:
             raise error
         finally:
-            # The traceback of the error refers to this frame: the cycle would keep the memory that the section used.
+            # Break the cycle of error, traceback and frame, which would keep the memory that the section used.
             del error

@@ -1,7 +1,7 @@
 """Make the universal checkpoint of a model whose layers have parameters of their own from that of shared layers.
 
-Its folder ``zero/`` contains ``optimizer_state.pt`` with the step count, and a folder per parameter with ``fp32.pt``,
-``exp_avg.pt`` and ``exp_avg_sq.pt`` (deepspeed/checkpoint/ds_to_universal.py).
+Its folder ``zero/`` contains ``optimizer_state.pt``, and a folder per parameter with ``fp32.pt``, ``exp_avg.pt`` and
+``exp_avg_sq.pt`` (deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deep_opt_states.files import replace_file
 from deep_opt_states.sharing.renaming import DelinkError, rename
 
 _POWERS = {"exp_avg.pt": 1, "exp_avg_sq.pt": 2}
-"""The files of the moments, each with the power of the gradient that it is the running mean of."""
+"""The power of the gradient of which each moment is the running mean."""
 
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
 """Errors of file systems that do not make this hard link."""
@@ -34,11 +34,10 @@ _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
 class Delink:
     """A checkpoint with the files of another one under new names.
 
-    ``parameters`` are the files of each parameter by name, ``others`` all other files by their paths in the checkpoint,
-    and ``names`` the new names by the old one. The moments of a parameter with L > 1 new names follow ``moments``:
+    ``parameters`` holds the files of each parameter by name, ``others`` all other files by their paths in the
+    checkpoint, and ``names`` the new names by the old one. The ``moments`` of a parameter with L > 1 new names are:
 
-    - ``mean``: exp_avg / L and exp_avg_sq / L^2. The gradient of a shared parameter is the sum over its L uses, and
-      that of a new parameter is one of these terms, on average the L-th part of the sum.
+    - ``mean``: exp_avg / L and exp_avg_sq / L^2, since a shared gradient is the sum over its L uses.
     - ``copy``: unchanged, for gradients that were divided by L in training (``share_layers`` with ``scale="mean"``).
     - ``zero``: zeros.
     """
@@ -50,10 +49,7 @@ class Delink:
 
     @classmethod
     def read(cls, folder: Path, layers: Mapping[str, Sequence[str]], moments: str) -> Delink:
-        """List the files of the checkpoint in ``folder``, with their names in the new ``layers``.
-
-        Raise ``DelinkError`` if it is no universal checkpoint, or if ``rename`` refuses the names.
-        """
+        """Return the universal checkpoint in ``folder``, with new names. Raise ``DelinkError`` if it cannot be made."""
         zero = folder / "zero"
         if not (zero / "optimizer_state.pt").is_file():
             raise DelinkError(
@@ -72,8 +68,8 @@ class Delink:
     def write(self, folder: Path, *, copies: bool = False) -> str:
         """Write the checkpoint, with hard links or ``copies``, and return the reason for copies, empty if none.
 
-        It is complete or absent (``_new_checkpoint``). Memory holds one moment of one parameter, twice. Raise
-        ``DelinkError`` if ``folder`` exists, or if a file holds no tensor, and ``OSError`` if the file system fails.
+        It is complete or absent. Memory holds one moment of one parameter, twice. Raise ``DelinkError`` if ``folder``
+        exists, or if a file contains no tensor, and ``OSError`` if the file system fails.
         """
         with _new_checkpoint(folder) as unfinished:
             (unfinished / "zero").mkdir()
@@ -91,7 +87,7 @@ class Delink:
                     rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
                     torch.save(_changed(source, rule), targets[0])
                     _sync(targets[0])
-                    # The new file belongs to this checkpoint alone, so links to it are safe.
+                    # Links to the new file are safe, because it belongs to this checkpoint alone.
                     reasons.append(_place(targets[0], targets[1:], copies=False))
         return next(filter(None, reasons), "")
 
@@ -100,7 +96,7 @@ def _changed(path: Path, rule: Callable[[Tensor], Tensor]) -> Any:
     """Return the tensor in a file, or the dict that contains it, changed by ``rule``. Unpickle no other objects."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        # ZeRO stages 1 and 2, and tensor parallelism, save the tensor with a description of how it was split.
+        # ZeRO stages 1 and 2, and tensor parallelism, save a dict that describes how the tensor was split.
         return {**content, "param": rule(content["param"])} if isinstance(content, dict) else rule(content)
     except Exception as error:  # noqa: BLE001 (torch raises errors of many classes for files that it cannot read)
         raise DelinkError(
@@ -111,12 +107,10 @@ def _changed(path: Path, rule: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _place(source: Path, targets: Sequence[Path], copies: bool) -> str:
-    """Make ``targets`` files with the content of ``source``, and return why it was copied; empty if all are links.
-
-    ``copies``: the first path gets a copy, so that later changes of ``source`` do not reach the new files.
-    """
+    """Make ``targets`` files with the content of ``source``, and return why it was copied; empty if all are links."""
     copied_because, first = "", source
     for target in targets:
+        # The other targets are links to this copy, so that later changes of ``source`` do not reach them.
         reason = "--copy" if copies and first is source else ""
         try:
             if not reason:
@@ -133,7 +127,6 @@ def _place(source: Path, targets: Sequence[Path], copies: bool) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the file or the entries of the folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,8 +138,8 @@ def _sync(path: Path) -> None:
 def _new_checkpoint(folder: Path) -> Iterator[Path]:
     """Yield an empty folder, which becomes ``folder``, and the latest of its parent, when the block has succeeded.
 
-    A process that is killed leaves at most ``.NAME.partial``, which the next call with the same ``folder`` removes.
-    Raise ``DelinkError`` if ``folder`` exists, or if another process writes it.
+    A killed process leaves at most ``.NAME.partial``, which the next call removes. Raise ``DelinkError`` if ``folder``
+    exists, or if another process writes it.
     """
     unfinished = folder.with_name(f".{folder.name}.partial")
     unfinished.mkdir(exist_ok=True)
@@ -162,7 +155,7 @@ def _new_checkpoint(folder: Path) -> Iterator[Path]:
         try:
             if folder.exists():
                 raise DelinkError(f"REAL: must be a new folder, found {folder}.\nRemove it, or name another folder.")
-            # The process that wrote these has been killed, as its lock is free.
+            # The process that wrote these was killed, since its lock is free.
             for path in unfinished.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield unfinished

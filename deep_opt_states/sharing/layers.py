@@ -24,7 +24,7 @@ _REFUSED_SETTINGS = {
     "use_cache": "The layers of a KV cache are found by layer_idx, which shared layers have in common.",
     "scale_attn_by_inverse_layer_idx": "Attention is scaled by layer_idx, which shared layers have in common.",
 }
-"""Settings of Hugging Face configs with which a shared layer does not compute what a layer of its own does."""
+"""Settings of Hugging Face configs with which a shared layer computes something else."""
 
 
 class SharingError(ValueError):
@@ -34,17 +34,14 @@ class SharingError(ValueError):
 def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = "mean") -> None:
     """Replace layer ``i`` of ``model`` by layer ``i % every``, for all layers but the first ``every``.
 
-    ``path`` names the ``nn.ModuleList`` or ``nn.Sequential`` of the layers, such as ``"model.layers"``. Call this
-    before ``deepspeed.initialize`` and before an optimizer is made. The parameters of the replaced layers leave the
-    model. A Hugging Face model can still be saved by ``save_pretrained``.
+    ``path`` names an ``nn.ModuleList`` or ``nn.Sequential``, such as ``"model.layers"``. Call this before
+    ``deepspeed.initialize``, and before an optimizer is made. ``save_pretrained`` of Hugging Face still works.
 
-    Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses,
-    by a tensor hook, so that clipping and the moments have the size of one layer's. ``"sum"`` leaves the sum.
-    Parameters that replace those of a layer later, as AutoTP does under ``zero.Init``, get the hook in their first
-    forward, unless that is compiled.
+    Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses
+    in a tensor hook, so that clipping and moments have the size of one layer's. Parameters that replace others later,
+    as AutoTP does under ``zero.Init``, get the hook in their first forward, unless that is compiled.
 
-    Raise ``SharingError``, and leave the model unchanged, if the layers differ in more than the values of their
-    parameters (in classes, shapes, buffers, or attributes that are numbers, strings, functions, or sequences of these),
+    Raise ``SharingError``, with the model unchanged, if the layers differ in more than the values of their parameters,
     or if a setting of a config in the model excludes sharing.
     """
     layers = _find_layers(model, path)
@@ -119,27 +116,25 @@ def _check_same(layers: Any, path: str, first: int, other: int) -> None:
 
 
 def _structure(layer: nn.Module) -> Iterable[tuple[str, object]]:
-    """Yield all that has to be equal in layers that share their parameters, by name."""
     for path, module in layer.named_modules():
         prefix = f"{path}." if path else ""
         yield f"{prefix}class", type(module)
         for name, value in vars(module).items():
-            # Modules keep "sliding_window", "attention_type", activation functions and the like as attributes.
+            # Such as "sliding_window", "attention_type" and activation functions.
             if not name.startswith("_") and name not in _POSITION and (compared := _compared(value)) is not None:
                 yield f"{prefix}{name}", compared
     for name, param in layer.named_parameters(remove_duplicate=False):
-        # A parameter that zero.Init has partitioned has an empty shape of its own.
+        # zero.Init leaves a partitioned parameter with an empty shape.
         shape = tuple(getattr(param, "ds_shape", param.shape))
         yield f"{name} (shape, dtype, requires_grad)", (shape, param.dtype, param.requires_grad)
     for name, buffer in layer.named_buffers(remove_duplicate=False):
-        # There are no values on the meta device.
         values = torch.empty(0) if buffer.is_meta else buffer.detach().cpu().contiguous()
         digest = hashlib.sha256(values.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         yield f"{name} (shape, dtype, digest of the values)", (tuple(buffer.shape), buffer.dtype, digest)
 
 
 def _compared(value: object) -> object:
-    """Return what must be equal in two attributes: the name of a function; None for tensors and other objects."""
+    """Return a value by which attributes are compared: a name for functions, and None for tensors and other objects."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, FunctionType | BuiltinFunctionType):
@@ -150,10 +145,7 @@ def _compared(value: object) -> object:
 
 
 def _divide_gradients(uses: int, layer: nn.Module, args: object = ()) -> None:
-    """Divide the gradients of the layer's trainable parameters by ``uses``, of each parameter once.
-
-    As a hook before forward, this finds parameters that were replaced, copied or made trainable after ``share_layers``.
-    """
+    """Divide the gradient of each trainable parameter by ``uses``, also of parameters that were replaced later."""
     if torch.compiler.is_compiling():
         return
     params: Iterable[Any] = layer.parameters()
@@ -171,6 +163,6 @@ def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
         for index in range(every, num_layers)
         for name in model.get_submodule(f"{path}.{index}").state_dict()
     }
-    # A dict of the class would be shared with other models, so the instance gets one of its own.
+    # A dict of the class is shared with other models.
     model._tied_weights_keys = {**(model._tied_weights_keys or {}), **tied}
     model.all_tied_weights_keys = {**getattr(model, "all_tied_weights_keys", {}), **tied}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from perf_model.json_input import shorten
 
-# Five digits keep a typo from standing for more names than fit into memory.
+# Five digits limit the names of a typo to those that fit into memory.
 _RANGE = re.compile(r"(.*)\{(\d{1,5})\.\.(\d{1,5})\}(.*)")
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 
@@ -18,7 +18,7 @@ class DelinkError(ValueError):
 
 
 def expand_range(pattern: str) -> list[str]:
-    """Return the names that a pattern with one range stands for: ``a.1`` and ``a.2`` for ``a.{1..2}``."""
+    """Return the names of a pattern with at most one range: ``a.1`` and ``a.2`` for ``a.{1..2}``."""
     found = _RANGE.fullmatch(pattern)
     if found is None:
         return [pattern]
@@ -29,7 +29,7 @@ def expand_range(pattern: str) -> list[str]:
 def names_of_layers(share: str, into: Sequence[str], every: int) -> dict[str, list[str]]:
     """Return the layers that get the parameters of each shared layer, which is the first of them.
 
-    ``share`` is the first of ``every`` shared layers, and layer ``i`` of the patterns ``into`` gets the parameters of
+    Of ``every`` shared layers, ``share`` is the first. Layer ``i`` of the patterns ``into`` gets the parameters of
     layer ``first + (i - first) % every``. Raise ``DelinkError`` if a layer's name then contains no number.
     """
     names = [name for pattern in into for name in expand_range(pattern)]
@@ -73,7 +73,7 @@ def rename(names: Sequence[str], layers: Mapping[str, Sequence[str]]) -> dict[st
         renamed |= {name: [new + name[len(layer) :] for new in new_layers] for name in inside}
     old_names: dict[str, str] = {}
     for name, new in ((name, new) for name, new_names in renamed.items() for new in new_names):
-        # Each name becomes a folder, which must be inside the checkpoint.
+        # Each name becomes a folder inside the checkpoint.
         if not new or new in (".", "..") or re.search(r"[/\\\0{}]", new):
             raise DelinkError(
                 f"--into: must be names of layers, without slashes, and with one range at most, found {shorten(new)} "

@@ -1,8 +1,7 @@
 """Update the states that a script has assigned, cleared or deleted since the last update, as stock does.
 
-Stock's Adam looks its states up in each step, so a script may replace them: ReLoRA and continual training assign zeros
-or clear the state. The plugin updates memory of its own. Before an update, the values of an assigned tensor are copied
-there, and the tensor becomes a view of that memory: all who hold it see its updates, as with stock.
+Stock's Adam looks its states up in each step, but the plugin updates memory of its own. Before an update, the values of
+an assigned tensor are copied there, and the tensor becomes a view of it: all holders of the tensor see its updates.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ class StateRefused(ValueError):
 
 @dataclass(frozen=True)
 class _ListedTensor:
-    """A tensor that DeepSpeed's optimizer lists, and the memory that the update of it writes to."""
+    """A tensor that DeepSpeed's optimizer lists, and the memory that its update writes to."""
 
     name: str
-    """The expression by which a script assigns the tensor."""
     listed: Any
     own: torch.Tensor
 
@@ -63,30 +61,23 @@ class _ListedTensor:
 
 
 class AssignedStates:
-    """The states that DeepSpeed's stage-3 ``optimizer`` lists, compared with the ``memory`` that updates write to.
-
-    The constructor adds the moments, which are views of that memory, to the state of each fp32 parameter.
-    """
+    """The states that DeepSpeed's stage-3 ``optimizer`` lists, as views of the ``memory`` that updates write to."""
 
     def __init__(self, optimizer: Any, memory: StateMemory) -> None:
         self._optimizer = optimizer
         self._memory = memory
         self._num_groups = len(optimizer.optimizer.param_groups)
         self.are_replaced = False
-        """Whether ``refusal`` has found states that ``adopt`` must copy. Most steps have none."""
         for index in range(len(self.masters)):
             self._fill(index)
 
     @property
     def masters(self) -> list[Any]:
-        """Return the fp32 parameters by sub-group, which are the keys of the states, without a wait for the update.
-
-        An update in flight writes to the memory and not to the list.
-        """
+        """Return the fp32 parameters by sub-group, which are the keys of the states, without a wait for the update."""
         return vars(self._optimizer)["fp32_partitioned_groups_flat"]
 
     def __getitem__(self, sub_group_id: int) -> dict[str, Any]:
-        """Return the state of a sub-group, which is empty if a script has cleared or deleted it."""
+        """Return the state of a sub-group; it is empty if a script has cleared or deleted it."""
         return self._optimizer.optimizer.state.get(self.masters[sub_group_id], {})
 
     def refusal(self) -> StateRefused | None:
@@ -110,7 +101,7 @@ class AssignedStates:
                 f"{num_tensors} in {len(self.masters)} entries.\nAssign tensors, and remove no entry."
             )
         groups = self._optimizer.optimizer.param_groups
-        # DeepSpeed adds its fp32 parameters only while it steps, saves or loads. An interrupt may leave them there.
+        # DeepSpeed adds its fp32 parameters only while it steps, saves or loads; an interrupt may leave them there.
         masters = {id(master) for master in self.masters}
         num_added = sum(id(param) not in masters for group in groups for param in group["params"])
         if len(groups) != self._num_groups or num_added:
@@ -138,20 +129,16 @@ class AssignedStates:
             entry.check(sum(begin < other_end and other_begin < end for other_begin, other_end in memory))
 
     def adopt(self, before_write: Callable[[], object] = lambda: None) -> None:
-        """Make the states, which ``refusal`` has accepted, those of the next update.
-
-        If anything was replaced, ``before_write`` is called first; it returns when nothing uses the states.
-        """
+        """Use the states that ``refusal`` has accepted; ``before_write`` waits until no operation uses the old ones."""
         replaced = [entry for entry in self._entries() if not entry.is_own]
         cleared = [index for index in range(len(self.masters)) if not self[index]]
         if not replaced and not cleared:
             return
         before_write()
-        # A script may have swapped states of sub-groups: a write to one could overwrite the source of the other.
+        # Clone our own memory: a script may have swapped states, and one write could overwrite the next source.
         own = {getattr(sub_group, key).data_ptr() for sub_group in self._memory.sub_groups for key in STATES}
         values = [entry.listed.clone() if entry.listed.data_ptr() in own else entry.listed for entry in replaced]
         for index in cleared:
-            # As stock's Adam does at the first step of a parameter.
             for key in MOMENTS:
                 getattr(self._memory.sub_groups[index], key).zero_()
             self._fill(index)
@@ -161,7 +148,6 @@ class AssignedStates:
         self.are_replaced = False
 
     def _entries(self) -> Iterator[_ListedTensor]:
-        """Yield the fp32 parameters, and the moments that were not cleared."""
         for index, own in enumerate(self._memory.sub_groups):
             yield _ListedTensor(f"fp32_partitioned_groups_flat[{index}]", self.masters[index], own.master)
             if state := self[index]:
@@ -169,8 +155,8 @@ class AssignedStates:
                     yield _ListedTensor(_name_of(index, key), state[key], getattr(own, key))
 
     def _fill(self, index: int) -> None:
-        """Let the state of a sub-group, which is empty, lead to our memory, which holds zeros."""
-        # Not the tensors themselves: assigning to the ``data`` of an entry must not change our references.
+        """Fill the empty state of a sub-group with views of our memory, which contains zeros."""
+        # Not the tensors themselves: a script may assign to the ``data`` of an entry.
         moments = {key: getattr(self._memory.sub_groups[index], key).data for key in MOMENTS}
         self._optimizer.optimizer.state.setdefault(self.masters[index], {}).update(step=0, **moments)
 
@@ -199,12 +185,11 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_dense(value: Any) -> bool:
-    """Return whether ``value`` is a tensor that has an address: sparse ones have none."""
     return _is_tensor(value) and value.layout is torch.strided
 
 
 def _memory_of(value: Any) -> tuple[int, int]:
-    """Return the first address of a contiguous tensor, and the address after its last byte; (0, 0) if it has none."""
+    """Return the address of a contiguous tensor and the address after its last byte; (0, 0) for any other value."""
     return (value.data_ptr(), value.data_ptr() + value.nbytes) if _is_dense(value) else (0, 0)
 
 

@@ -1,8 +1,7 @@
 """Check the files of a checkpoint before DeepSpeed loads it, so that a refused one changes nothing.
 
-DeepSpeed restores a checkpoint part by part: a damaged file would leave an engine of which only parts are restored, and
-ranks that wait for the one that has failed. So each rank first reads the structure of its two files, without the data
-of tensors, and the ranks agree on the result. Universal checkpoints are not checked.
+DeepSpeed would restore a part of a damaged checkpoint, and the other ranks would hang. So each rank first reads the
+structure of its files, without tensor data. Universal checkpoints are not checked.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ class CheckpointError(ValueError):
 
 
 def check_before_loading(engine: Any, args: Any, kwargs: Any) -> None:
-    """Raise ``CheckpointError`` on every rank if ``engine.load_checkpoint(*args, **kwargs)`` would fail on any.
-
-    This is a collective over all ranks.
-    """
+    """Raise ``CheckpointError`` on every rank if this load would fail on any. This is a collective over all ranks."""
     try:
         options = _options(*args, **kwargs)
     except TypeError:
-        # DeepSpeed raises the same error, unless another package has replaced the method by one of its own.
+        # DeepSpeed raises the same error, unless another package has replaced the method.
         return
     if engine.load_universal_checkpoint():
         return
@@ -50,16 +46,15 @@ def _options(
     custom_load_fn: Any = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of DeepSpeed's method by name, and accept keywords that another package adds."""
+    """Return the arguments of DeepSpeed's method by name. Ignore keywords that another package adds."""
     return locals()
 
 
 def _problem(engine: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the problem of the files of this rank, or None. Raise nothing: the other ranks wait for the answer."""
+    """Return the problem of this rank's files, or None. Raise nothing: the other ranks wait for the answer."""
     folder, tag = Path(options["load_dir"]), options["tag"]
     try:
         if tag is None and not (folder / "latest").is_file():
-            # DeepSpeed loads nothing then.
             return None
         tag = str(tag) if tag is not None else (folder / "latest").read_text().strip()
         problem = _problem_of_files(engine, options, folder, tag)
@@ -81,7 +76,7 @@ def _problem_of_files(engine: Any, options: Mapping[str, Any], folder: Path, tag
         if not path.is_file():
             return f"A checkpoint must have the file {path}, found {'something else' if path.exists() else 'nothing'}."
         try:
-            # Memory cannot be mapped to a file that is no archive: the whole file is read then.
+            # Only an archive can be memory-mapped; any other file is read as a whole.
             saved = torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
             return f"The file {path} must be as torch.save wrote it, found one that cannot be read: {shown(error)}."

@@ -1,7 +1,4 @@
-"""Compare the content of a checkpoint's files with the engine that is to load it.
-
-Only differences with which DeepSpeed's load, or the next update, would fail are problems.
-"""
+"""Find differences between a checkpoint and the engine with which the load, or the next update, would fail."""
 
 from __future__ import annotations
 
@@ -17,25 +14,21 @@ from deep_opt_states.zero.internals.compat import has_custom_loading
 from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The keys of Adam's moments in the state of an optimizer."""
 MAX_SHOWN = 200
-"""Length in characters of the longest value in a message."""
+"""The most characters of a value in a message."""
 
 
 def problem_of_model(
     saved: Any, engine: Any, options: Mapping[str, Any], *, loads_optimizer: bool, num_files: int
 ) -> str | None:
-    """Return the first difference from the state of ``engine`` in the file with the model's state; None without one.
-
-    ``num_files`` is the number of files of the ranks that shared the model when it was saved.
-    """
+    """Return the first difference between the file with the model's state and ``engine``, or None."""
     if not isinstance(saved, dict) or not isinstance(saved.get("module"), Mapping):
         return f"it must have the model's state under 'module', found {shown(saved)}"
     loads_all = not options["load_module_only"]
     for key in ("dp_world_size", *(("global_steps", "skipped_steps", "mp_world_size") if loads_all else ())):
         if not isinstance(saved.get(key), int):
             return f"{key} must be an integer, found {shown(saved.get(key))}"
-    # DeepSpeed compares them even where it does not use the number.
+    # DeepSpeed compares them even where it uses neither.
     saved_by = saved.get("mp_world_size", num_files)
     if not isinstance(saved_by, int) or saved_by != num_files:
         return f"mp_world_size must be {num_files}, the number of files of the model's ranks, found {shown(saved_by)}"
@@ -72,7 +65,6 @@ def _problem_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, str
     for name, param in module.named_parameters():
         # A partitioned parameter has no elements in this file.
         shapes[name] = torch.Size([0]) if hasattr(param, "ds_id") else param.shape
-    # A buffer that is not persistent is not loaded.
     for name in sorted(shapes.keys() & names & saved.keys()):
         if not (isinstance(saved[name], torch.Tensor) and saved[name].shape == shapes[name]):
             return f"{name} must be a tensor of shape {tuple(shapes[name])}, found {_described(saved[name])}"
@@ -90,7 +82,7 @@ def _problem_of_frozen(saved: Any, engine: Any) -> str | None:
 
 
 def problem_of_optimizer(saved: Any, optimizer: Any) -> str | None:
-    """Return the first difference from the states of ``optimizer`` in the file with its states; None without one."""
+    """Return the first difference between the file with the optimizer's states and ``optimizer``, or None."""
     states = saved.get(OPTIMIZER_STATE_DICT) if isinstance(saved, dict) else None
     inner = states.get(OPTIMIZER_STATE_DICT) if isinstance(states, dict) else None
     if not isinstance(states, dict) or not isinstance(inner, dict):
@@ -118,7 +110,7 @@ def _problem_of_moments(moments: Any, numels: Sequence[int]) -> str | None:
     for index, state in moments.items():
         if not isinstance(state, dict):
             return f"the state of sub-group {index} must be a dictionary, found {shown(state)}"
-        # A sub-group without any state has not been updated yet. With a part of it, the next update would fail.
+        # A sub-group that was never updated has no state. A part of a state would make the next update fail.
         if state and (state.get("step") is None or not _is_like(state["step"], 0)):
             return f"the state of sub-group {index} must have a number of steps, found {shown(state.get('step'))}"
         for key in MOMENTS if state else ():

@@ -1,7 +1,4 @@
-"""Decide whether a config enables the plugin.
-
-Nothing is imported here that another release of DeepSpeed may lack: a disabled block must never prevent training.
-"""
+"""Decide whether a config enables the plugin. Import nothing here that another release of DeepSpeed may lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Override the hooks of DeepSpeed's optimizer by which callers read, write, save and load its tensors."""
+"""Override the hooks by which callers read, write, save and load the tensors of DeepSpeed's optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deep_opt_states.zero.step.update import Update
 
 
 class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
-    """The mixin by which states, parameters and gradients are read and written only while no update works on them."""
+    """A mixin that lets callers use states, parameters and gradients only while no update works on them."""
 
     _assembly: Assembly
     _gathers: Gathers
@@ -34,12 +34,11 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     _update: Update
     _evict: Callable[[str], None]
 
-    # --- Attributes that wait for the update before they are read. No update exists while stock's constructor runs ---
+    # --- Attributes that wait for the update, which does not exist while stock's constructor runs ---
 
     def _wait_for_parameters(self) -> None:
         if "_update" in vars(self):
             self._update.wait()
-            # The caller may also write to them.
             if "_gathers" in vars(self):
                 self._gathers.direct_writes.allow()
 
@@ -60,8 +59,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     # --- Readers and writers of states ---
 
     def get_full_hp_param(self, *args: Any, **kwargs: Any) -> Any:
-        # Every rank calls this. The ranks agree on a failure first, so that no rank raises alone while others wait in
-        # the collective of ``super()``.
+        # Every rank calls this. Agree on a failure first: no rank may raise while others wait in the collective below.
         self._update.synchronize_ranks(states=True)
         return super().get_full_hp_param(*args, **kwargs)
 
@@ -75,13 +73,13 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         return super()._get_fp32_opt_state_partition(*args, **kwargs)
 
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:
-        """Offload the states that ``include`` names, except ``lp_grads``: gradients stay where they are needed."""
+        """Offload the states in ``include``, except ``lp_grads``: gradients stay where they are needed."""
         if include is not None:
             include = [state_type for state_type in include if state_type is not OffloadStateTypeEnum.lp_grads]
         self._wait_for_states()
         super().offload_states(include=include, **kwargs)
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
-            # Our views would keep the memory of the parameters on the accelerator.
+            # Our views would keep the parameters' memory on the accelerator.
             self._evict("while parameters are offloaded")
             self._running.memory.release_params()
             self._running.executor.forget_replaced_tensors()
@@ -106,7 +104,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         This is a collective over the ranks that share these parameters.
         """
         params = [param for param in param_list if param.requires_grad]
-        # The order of the collectives is stock's: sub-groups in the order in which they appear first.
+        # Stock's order of collectives: sub-groups in the order of their first parameter here.
         by_sub_group: dict[int, list[Any]] = {}
         for param in params:
             by_sub_group.setdefault(self.grad_position[self.get_param_id(param)][0], []).append(param)
@@ -125,7 +123,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         self._wait_for_reduction()
-        # A caller that lets stock release the swap buffers immediately only reads; the others are about to write.
+        # A caller that releases the swap buffers only reads; the others are about to write.
         partition = self._gradients.read(param) if release_swap_buffers else self._gradients.writable_fp32(param)
         return partition, self.grad_position[self.get_param_id(param)][0]
 
@@ -138,9 +136,9 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
 
     def checkpoint_event_prologue(self) -> None:
         """Wait for the update before a load or a save; every rank calls this."""
-        # A failure is raised where the states are used next; a load replaces them.
+        # A failure is raised at the next use of the states, which a load replaces.
         self._update.synchronize_ranks(raise_failure=False, states=True)
-        # Report the update now: a load changes DeepSpeed's step count.
+        # Report now: a load changes DeepSpeed's step count.
         self._update.report()
         super().checkpoint_event_prologue()
 
@@ -152,7 +150,6 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         saved[FP32_FLAT_GROUPS] = [checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
         moments = saved[OPTIMIZER_STATE_DICT]["state"]
         for sub_group, state in moments.items():
-            # A script may have cleared the state.
             moments[sub_group] = {**state, **{key: checkpoint_view(state[key]) for key in MOMENTS if key in state}}
         return saved
 
@@ -160,7 +157,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         """Refuse to write 16-bit weights of inconsistent states. After a load the states have been restored."""
         self._update.raise_if_failed()
         super().checkpoint_event_epilogue()
-        # After a save, rank 0 marks the checkpoint as the latest. It waits until all ranks have written their files.
+        # Rank 0 marks a saved checkpoint as the latest only after all ranks have written their files.
         wait_for_all_ranks()
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
@@ -174,21 +171,15 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         self._adopt_loaded_states()
 
     def _empty_param_groups(self) -> None:
-        """Let the wrapped optimizer have no parameters, as between steps.
-
-        Stock appends them while it saves or loads. After an interrupt there, the next checkpoint would hold them twice.
-        """
+        """Remove the parameters that stock adds while it saves or loads: an interrupt may leave them there."""
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
 
     def _adopt_loaded_states(self) -> None:
-        """Copy the loaded moments into our memory: loading has replaced our tensors by new ones.
-
-        A checkpoint of stock from before its first step has no moments. Training then starts from zeros.
-        """
+        """Copy the loaded moments into our memory; without any, as before stock's first step, start from zeros."""
         self._states.adopt()
         if self._update.failed:
-            # The kernels disagree about the step count, and the norms of the failed step were not used: reset both.
+            # The kernels disagree about the step count, and norms of the failed step are left: reset both.
             for kernel in self._assembly.kernels:
                 kernel.restart()
             self.reset_cpu_buffers()

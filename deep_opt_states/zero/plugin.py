@@ -1,8 +1,4 @@
-"""Create our optimizer where DeepSpeed would create its own, if the engine's config has our block.
-
-``activation.py`` calls these functions from wrappers of DeepSpeed's methods. It first checks the release of DeepSpeed,
-because the imports here need names that another release may lack.
-"""
+"""Create our optimizer where DeepSpeed would create its own, if the engine's config contains our block."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-# SuperOffload's optimizer inherits from stock's class. It must be defined before that name is replaced.
+# SuperOffload's optimizer inherits from stock's class: define it before that name is replaced.
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
@@ -39,15 +35,12 @@ from deep_opt_states.zero.step.direct_writes import checks_direct_writes
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine._configure_zero_optimizer`` for an engine whose config has our block.
-
-    This is a collective over all ranks: if the config of a rank lacks the block, the others wait for it.
-    """
+    """Replace ``DeepSpeedEngine._configure_zero_optimizer``. This is a collective, also for ranks without our block."""
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         return wrapped(*args, **kwargs)
     switches = f"on, with {CHECK_SWITCH}=1" if checks_direct_writes() else "on"
-    # Before stock's constructor, whose collectives a rank that refuses would never reach.
+    # Before stock's constructor: a rank that refuses would never reach its collectives.
     choice = same_on_all_ranks(
         lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else switches
     )
@@ -61,7 +54,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:
         unsynchronize_throughput_timer(config_of(engine))
-    # The engine imports the class by its name when it creates its optimizer.
+    # The engine imports the class by its name just before it creates its optimizer.
     stock = stage3.DeepSpeedZeroOptimizer_Stage3
     ours = partial(DeepOptimizerStates_Stage3, config, accelerator, EngineProgress(engine))
     try:
@@ -83,11 +76,9 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
 
 @missing_names_are_refused()
 def check_config(ds_config: Any) -> None:
-    """Check every ``DeepSpeedConfig`` that has our block. Raise ``ConfigError`` or ``Unsupported``.
+    """Check a ``DeepSpeedConfig`` with our block before ``deepspeed.zero.Init`` partitions the model by it.
 
-    ``deepspeed.zero.Init`` also reads the config, and partitions the model by it: the error should come before that.
-    The rules concern engines with an optimizer, which only ``"optimizer"`` in the config shows here; ``check_engine``
-    checks all other engines.
+    Raise ``ConfigError`` or ``Unsupported``. Without ``"optimizer"`` in the config, ``check_engine`` checks it later.
     """
     config = enabled_config(param_dict(ds_config))
     if config is not None and ds_config.optimizer_name is not None:
@@ -96,14 +87,13 @@ def check_config(ds_config: Any) -> None:
 
 @missing_names_are_refused()
 def check_engine(engine: Any, model: Any) -> None:
-    """Check an engine for ``model`` whose config has our block, before it partitions the model.
+    """Check an engine whose config contains our block, before it partitions ``model``.
 
-    An engine without an optimizer, such as TRL's reference model, may have the config of the training. It runs as stock
-    DeepSpeed, and nothing is checked. With an optimizer, this is a collective over all ranks: if one rank refuses the
-    engine, all ranks raise. Raise ``ConfigError`` or ``Unsupported``.
+    With an optimizer, this is a collective over all ranks, and all raise ``ConfigError``, ``Unsupported`` or
+    ``RanksDisagree``. An engine without one, such as TRL's reference model, runs as stock DeepSpeed.
     """
     if engine.client_optimizer or engine.optimizer_name():
-        # DeepSpeed sets the device of this rank only later, and NCCL needs it now.
+        # NCCL needs the device of this rank now, and DeepSpeed sets it only later.
         get_accelerator().set_device(max(0, engine.local_rank))
         raise_together(lambda: _check_engine(engine, model))
     elif enabled_config(param_dict(config_of(engine))) is not None:
@@ -118,16 +108,13 @@ def _check_engine(engine: Any, model: Any) -> None:
         return
     refuse_config(config_of(engine))
     if model is not None:
-        # DeepSpeed compiles its kernels later. Then the names are checked again: only a part may be trained.
+        # Early, because DeepSpeed compiles its kernels next. ``assemble`` checks the trained names again.
         trained = [name for name, param in model.named_parameters() if param.requires_grad]
         refuse_rules_without_effect(config, model, trained)
     warn_of_untested_release()
 
 
 def check_checkpoint(engine: Any, args: Any, kwargs: Any) -> None:
-    """Check the files that ``engine.load_checkpoint(*args, **kwargs)`` would read, if the engine has our optimizer.
-
-    This is a collective over all ranks. Raise ``CheckpointError`` on all of them.
-    """
+    """Raise ``CheckpointError`` on every rank if our engine cannot load these files. This is a collective."""
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(engine, args, kwargs)

@@ -1,15 +1,11 @@
 """Replace the update phase of DeepSpeed ZeRO-3 by a schedule: a thin subclass that overrides hooks of ``step()``.
 
-``step()`` itself, the gradient reduction, the norm, overflow handling and checkpoints are stock's. Stock updates one
-sub-group after the other inside ``step()``. Here the hooks collect the hyperparameters of all sub-groups, and the hook
-of the last sub-group starts one schedule for all of them.
+``step()`` itself, the gradient reduction, the norm, overflow handling and checkpoints are stock's. The hooks collect
+the hyperparameters of all sub-groups, and the hook of the last one starts one schedule for all of them.
 
-Persistent parameters, which DeepSpeed keeps gathered, are updated when ``step()`` returns. The rest may be updated
-while the next forward runs (see ``step/update.py`` for the life of an update). Every reader or writer of
-parameters, states or gradients waits until no update is in flight.
-
-Its mixin ``GuardedStates`` overrides the hooks that are called outside the training loop: for readers and writers of
-states, for checkpoints, and for users who read and set gradients.
+Persistent parameters are updated when ``step()`` returns, the rest possibly during the next forward (see
+``step/update.py``). Every reader or writer of parameters, states or gradients waits until no update is in flight;
+``GuardedStates`` overrides the hooks for them.
 """
 
 from __future__ import annotations
@@ -52,13 +48,11 @@ from perf_model.schedule.plan import UpdatePlan
 class DeepOptimizerStates_Stage3(GuardedStates):
     """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
 
-    Constructing one is a collective over all ranks, which raises the errors of ``assemble``. Then everything that was
-    taken from the process is given back.
+    The constructor is a collective over all ranks, and raises the errors of ``assemble``.
     """
 
     device: Any
     accounting_device: AccountingDevice
-    """The device on which this plugin has reserved its memory, with a record of each reservation."""
     report: UpdateReporter
 
     _assembly: Assembly
@@ -67,7 +61,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
 
     @property
     def plan(self) -> UpdatePlan:
-        """Return the plan of the next update, and of the present one if it is in flight."""
+        """Return the plan of the next update, and of the one in flight."""
         return self._running.plan
 
     def __init__(
@@ -77,7 +71,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._accelerator = accelerator
         self._progress = progress
         self._resources = ExitStack()
-        """The callbacks that give back everything that was taken from the process, last taken first."""
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -88,21 +81,18 @@ class DeepOptimizerStates_Stage3(GuardedStates):
 
     def _configure_offloading(self, *args: Any) -> None:
         super()._configure_offloading(*args)
-        # The states are page-locked as one slab, and stock's gradient buffers take no memory.
+        # The slab page-locks the states, and stock's gradient buffers take no memory.
         self.offload_optimizer_pin_memory = False
 
     def _create_fp32_partitions(self) -> None:
-        """Create the fp32 states where the plan places them; stock would convert the parameters to new tensors."""
         self._assembly = assembly = assemble(self, self._config, self._accelerator, self._resources)
         self.accounting_device = assembly.context.device
         self._running = running = assembly.running
         self._gradients = running.gradients
         self.fp32_partitioned_groups_flat = assembly.masters
-        # Stock would create the moments, unpinned, at the first step.
         self._states = AssignedStates(self, running.memory)
         self.report = self._progress.make_report(self._config, assembly)
         self._update = Update(running, defers=assembly.context.defers, on_finished=self._updated)
-        # Stock looks up here on which device a sub-group is.
         self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")
         self._empty_param_groups()
         self._norms = Norms(self)
@@ -113,10 +103,10 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._grad_scale = 1.0
 
     def initialize_optimizer_states(self) -> None:
-        """Do nothing: stock would allocate fp32 buffers for gradients, which are not used."""
+        """Do nothing: stock would allocate fp32 gradient buffers, which are not used."""
 
     def _setup_for_real_optimizer(self) -> None:
-        # Stock allocates a buffer of zeros in which it would sum gradients. On the meta device that takes no memory.
+        # Stock's buffer for sums of gradients takes no memory on the meta device.
         device, self.device = self.device, torch.device("meta")
         try:
             super()._setup_for_real_optimizer()
@@ -139,19 +129,17 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             WatchedForwards(self.module, memory, self._evict, self._resources)
 
     def _before_eviction(self) -> None:
-        """Wait until nothing uses the states and the gradients of units on the accelerator."""
         self._update.wait()
         self._wait_for_reduction()
         self._forget_fp32_copies()
 
     def _evict(self, reason: str) -> None:
-        """Free all accelerator memory that the planner has given to states. Placements of the config stay."""
+        """Free the accelerator memory that the planner has given to states. Placements of the config stay."""
         self._before_eviction()
         if (memory := self._gpu_memory) is not None:
             self._running.executor.run_uninterrupted(lambda: memory.evict(reason))
 
     def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
-        """Report one update, and let the planner measure it."""
         if self._gpu_memory is not None:
             self._gpu_memory.measure(phases)
         self.report.updated(phases, cache(read_timeline))
@@ -164,18 +152,16 @@ class DeepOptimizerStates_Stage3(GuardedStates):
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         if self._buckets.contains(param):
-            # The parameter is used several times: autograd has added to its gradient in the bucket. Stock would put it
-            # into the bucket twice, and an assertion would fail.
+            # The parameter is used several times; stock would put its gradient into the bucket twice and fail.
             self._buckets.wait_for_addition()
         else:
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
             self._buckets.record(param)
 
     def clear_backward_seen_flag(self) -> None:
-        """Discard the gradients of a backward that an error has ended; DeepSpeed calls this before each forward.
+        """Discard the gradients of a backward that raised; DeepSpeed calls this before each forward.
 
-        When the first micro-batch of a window is tried again, stock overwrites those that were reduced, but the others
-        stay in its buckets. Those of a later micro-batch are part of the sums already, as in stock.
+        Stock would keep unreduced gradients in its buckets. Reduced gradients of later micro-batches stay, as in stock.
         """
         super().clear_backward_seen_flag()
         if self.micro_step_id == 0 and (self._window_is_open or self._buckets.have_gradients):
@@ -187,20 +173,18 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if self._window_is_open:
-            # Copies of the sums to host memory may be in flight. The step zeroes that memory if no gradient follows.
             self._wait_for_reduction()
         self._gradients.abandon_window()
 
     def backward_prologue(self) -> None:
-        """Wait for the update, which reads the gradients that this backward overwrites, and adapt the schedule."""
-        # Backward gathers partitions again, and the caller may have written to them since forward.
+        """Wait for the update, which reads the gradients that this backward overwrites, and adapt the plan."""
+        # The caller may have written to partitions since forward, and backward gathers them again.
         self._gathers.order_after_caller()
         self._update.wait_on_stream()
         if self._stepped:
             self._stepped = False
             self._forget_fp32_copies()
-            # A caller may have skipped this method in earlier micro-batches: then units do not move in the middle of
-            # the sums. Every rank reduces the same buckets, so the ranks agree on it.
+            # Units do not move while a window is open, which is so on all ranks: they reduce the same buckets.
             if not self._window_is_open:
                 self._running.executor.run_uninterrupted(self._adapt)
         super().backward_prologue()
@@ -208,7 +192,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     def _adapt(self) -> None:
         running, memory, changed = self._running, self._gpu_memory, False
         if self._assembly.context.defers and running.uses is None and (names := self._gathers.used_names()) is not None:
-            # Predictions of the updates depend on it, although the plan may not.
             running.uses, changed = tuple(names), True
             if memory is None:
                 running.order_by(self._gathers.first_uses() or ())
@@ -218,13 +201,13 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             self._progress.plan_changed(self.report, self._assembly)
 
     def _forget_fp32_copies(self) -> None:
-        """Free the temporary fp32 copies of gradients that the update has read if the user had set some."""
+        """Free the fp32 copies of gradients that the user had set and the update has read."""
         for index, part in enumerate(self._running.memory.parts):
             part.grad = self._gradients.buffer_of(index)
         self._running.executor.forget_replaced_tensors()
 
     def partition_grads(self, params_to_release: Any, grad_partitions: Any) -> Any:
-        # Some callers skip ``backward_prologue``, for example ``loss.backward()``: wait here as well.
+        # Also here, because callers of ``loss.backward()`` skip ``backward_prologue``.
         self._update.wait_on_stream()
         self._buckets.remove(params_to_release)
         self._window_is_open = True
@@ -238,45 +221,40 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     # --- Step: the hooks of step(), in the order in which it calls them ---
 
     def _pre_step(self) -> None:
-        # First: if an interrupt ends this step, the next backward begins another window, as with stock.
+        # First: if an interrupt ends this step, the next backward starts another window, as with stock.
         super()._pre_step()
         if self._gpu_memory is not None:
             self._gpu_memory.observe()
             self._update.memory_is_short = self._gpu_memory.is_short
         self._update.refusal = self._states.refusal()
         self._update.synchronize_ranks(raise_failure=False, flushed=False)
-        # Before the window is complete: the caller can repair the states and take this step again.
+        # Before the window is complete: the caller can repair the states and repeat this step.
         self._update.raise_if_refused()
         self._gradients.complete_window()
-        # The current stream waits for the copies of gradients to host memory: the norm may read them, and the host
-        # waits for this stream before the update begins.
+        # The norm may read gradients in host memory. The host waits for this stream before the update starts.
         self._gradients.wait_for_copies()
         self._steps.clear()
         self._norms.forget()
         self._window_is_open = False
-        # After the window is complete: it ends even if this step is refused, and must not be added to the next one.
+        # After the window is complete: even if this step is refused, the window must not be added to the next one.
         self._update.raise_if_failed()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether a gradient is not finite on any rank, judged by the norms of the parameters.
+        """Return whether the norm of any parameter is not finite on any rank.
 
-        If all elements are finite and only the sum of their squares overflows, stock finds no overflow here, but an
-        infinite norm afterwards: it skips the step as well.
+        If only the sum of finite squares overflows, stock skips the step as well, because of its infinite norm.
         """
         if not partition_gradients:
             return super().has_overflow(partition_gradients)
-        # No wait for the reduction is needed: backward has waited for it at its end.
         return self._norms.overflow()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """Return stock's norms. The host waits for the device once, and not twice for each sub-group."""
         return self._norms.per_sub_group() if self._norms.are_data_parallel_only else super()._get_norm_groups()
 
     def _overflow_clean_up(self, prev_scale: Any) -> None:
         super()._overflow_clean_up(prev_scale)
         self._gradients.end_window()
-        # This step runs no update, which would report the last one. By the next step, DeepSpeed's step count, which
-        # the report contains, would have changed.
+        # Now, because the report contains DeepSpeed's step count.
         self._update.skip()
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
@@ -292,13 +270,12 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     def _optimizer_step(self, sub_group_id: int) -> None:
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         if sub_group_id == 0 and self._states.are_replaced:
-            # Not before the step is known to be taken: in a step that is skipped, stock leaves states as they are.
+            # Not earlier: in a step that is skipped, stock leaves the states as they are.
             adopt = partial(self._states.adopt, before_write=self._wait_for_states)
             self._running.executor.run_uninterrupted(adopt)
         beta1, beta2 = group["betas"]
         self._steps.append(
             AdamStep(
-                # DeepSpeedCPUAdam also accepts a tensor with one number.
                 step=int(self._states[sub_group_id]["step"]) + 1,
                 lr=group["lr"],
                 beta1=beta1,
@@ -311,17 +288,14 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         )
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """Make the partitions views of the flat 16-bit buffer again, to which the schedule writes.
-
-        A caller may have assigned other tensors. Stock copies the updated values into the buffer here.
-        """
+        """Make the partitions views of the flat 16-bit buffer again: a caller may have assigned other tensors."""
         restore_param_views(self, sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, timer_names: Any) -> None:
         super()._release_sub_group(sub_group_id, timer_names)
         if sub_group_id < len(self.fp16_groups) - 1:
             return
-        # A copy: the LR scheduler and the user may change the next step's hyperparameters while this update runs.
+        # A copy: the LR scheduler and the user may change hyperparameters while this update runs.
         steps = tuple(self._steps)
         self._stepped = True
 
@@ -329,32 +303,31 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             for part, grad in zip(self._running.memory.parts, self._gradients.grads_for_update(), strict=True):
                 part.grad = grad
             self._gradients.end_window()
-            # Here, so that the step counts are those of the moments wherever an interrupt ends ``step()``.
+            # Here, so that step counts match the moments wherever an interrupt ends ``step()``.
             for sub_group_id, step in enumerate(steps):
                 self._states[sub_group_id]["step"] += 1
                 self._gradients.record_pending_scale(sub_group_id, step.grad_scale)
 
         self._update.run(steps, prepare)
-        # The param groups are empty, so this updates nothing. PyTorch's LR schedulers count the calls.
+        # The param groups are empty. PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 
     def _post_step(self, timer_names: Any) -> None:
-        # Prefetches may be in flight. If the host waited for them, the actions that follow them would be issued late.
+        # If the host waited for prefetches in flight, the actions after them would be issued late.
         with waits_for_current_stream(get_accelerator()), self._gathers.by_the_step():
             super()._post_step(timer_names)
-        # The pre-forward hook of ``Gathers`` does not run if a submodule is called directly and not through the engine.
+        # ``Gathers`` misses a forward that calls a submodule directly.
         self._gathers.order_after_caller()
-        # After ``super()``, so that the host gathers the persistent parameters before it enqueues all actions.
+        # After ``super()``: the persistent parameters are gathered before all actions are enqueued.
         self._update.advance()
-        # After ``advance``, so that the accelerator works while the host reports. The events of the previous update
-        # have been reached, so the host does not wait, and DeepSpeed's step count is still the one of that update.
+        # After ``advance``: the accelerator works while the host reports, which need not wait for events.
         self._update.report_previous()
         self._gathers.direct_writes.record()
 
     # --- End ---
 
     def destroy(self) -> None:
-        # First, and not inside ``try``: an engine whose wait is interrupted here can still be saved and destroyed.
+        # Outside ``try``: an engine whose wait is interrupted can still be saved and destroyed.
         self._update.wait()
         try:
             self._update.close()
@@ -362,6 +335,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             super().destroy()
         finally:
             self._resources.close()
-            # DeepSpeed's hooks on the module keep a reference to this object, and so to the memory of the states.
+            # DeepSpeed's hooks keep this object, and so the states, alive.
             self.optimizer.state.clear()
             self._states.masters.clear()

@@ -21,7 +21,6 @@ from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, GB, billions, gigabytes_per_second, percent, seconds, significant
 
 MAX_ROWS = 20
-"""The most layouts on the screen."""
 
 COLUMNS = ("t", "d", "micro", "accum.", "fits", "iteration", "= compute", "+ network", "+ update", "tokens/s", "MFU")
 
@@ -32,11 +31,8 @@ PIPELINE = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the layouts, and return the exit code: 1 if none fits into memory.
-
-    Raise ``ModelError`` or ``ProfileError`` for impossible options.
-    """
-    # The rate of the network may also replace the one of a profile, and not only of a preset.
+    """Print the layouts, and return the exit code: 1 if none fits into memory. Raise ``ModelError`` or
+    ``ProfileError``."""
     without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
     [inputs] = read_inputs(without_network, (options.gpus, 1))
     job, limits, sizes, batch = inputs.job, inputs.limits, options.tensor_parallel_sizes, options.global_batch
@@ -71,7 +67,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _figures(predicted: LayoutPrediction, tokens: float | None, gpus: int) -> dict[str, Any]:
-    """Return a row of JSON, with the days and GPU-hours of training on ``tokens``, None if the user gave none."""
     iteration, memory = predicted.found.predicted, predicted.found.memory
     training_s = None if tokens is None else tokens / iteration.tokens_per_s
     return {
@@ -92,10 +87,8 @@ def _figures(predicted: LayoutPrediction, tokens: float | None, gpus: int) -> di
 def _with_network(
     profile: HardwareProfile, job: Job, options: argparse.Namespace
 ) -> tuple[HardwareProfile, dict[str, str]]:
-    """Return the profile with the rates of the network, and their origins.
-
-    Raise ``ModelError`` if the rate between nodes is needed and neither given nor in the profile.
-    """
+    """Return the profile with the rates of the network, and their origins. Raise ``ModelError`` if a rate is
+    missing."""
     for name in ("network_gb_per_s", "node_gb_per_s"):
         if (given := getattr(options, name)) is not None:
             check_figure(f"--{name.replace('_', '-')}", given, FIGURES["network_gb_per_s"])
@@ -104,7 +97,6 @@ def _with_network(
     origins: dict[str, str] = {}
 
     def find(name: str, given: float | None) -> bool:
-        """Return whether the rate is given or known."""
         origins[name] = known if given is None else "given, not measured"
         rates.update({} if given is None else {name: given * GB})
         return given is not None or profile.get(name) is not None
@@ -176,7 +168,6 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
 
 
 def _cells(layout: dict[str, Any], columns: int) -> list[str]:
-    """Return the cells of one row."""
     sizes = [str(size) for size in list(layout.values())[:4]]
     if not layout["fits"]:
         return [*sizes, "no", *[""] * (columns - 6), "memory"]

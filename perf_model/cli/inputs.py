@@ -1,4 +1,4 @@
-"""Read the inputs of a command that plans for a training run: the machine, the model, the job and the limits."""
+"""Read the inputs of a planning command: the machine, the model, the job and the limits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEAD
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_UNITS = 10_000
-"""Planning for this many units takes seconds; for many more it would take hours."""
+"""The most units per rank: planning for them takes seconds, and for many more it would take hours."""
 
 CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "gpu_memory_margin_gb", "sub_group_size")
-"""The options without which the config has no such key: then training chooses as the command does."""
+"""The options that are written to the config only if the user gave them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The checked inputs of one forecast. ``profile_path`` is None where the profile is a preset.
-
-    ``model`` is the preset, the path of the config.json, or the number of parameters that the user gave.
-    ``given`` are the names of the options in ``CONFIG_OPTIONS`` that the user gave.
-    """
+    """The checked inputs of one forecast. ``model`` is the preset, the path of the config.json, or the number of
+    parameters. ``given`` contains the options of ``CONFIG_OPTIONS`` that the user gave."""
 
     job: Job
     profile: HardwareProfile
@@ -49,7 +46,7 @@ class Inputs:
 
     @property
     def overheads(self) -> Overheads:
-        """Return the fixed seconds of the host: those of the published runs if a GPU trains, for the lack of others."""
+        """Return the fixed seconds of the host. On a GPU, they are those of the published runs."""
         return PUBLISHED_OVERHEADS if self.profile.has_accelerator else NO_OVERHEADS
 
     def forecast(self) -> Forecast:
@@ -58,10 +55,8 @@ class Inputs:
 
 
 def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> list[Inputs]:
-    """Return the inputs that ``options`` name, for each pair of world size and micro-batch. Each file is read once.
-
-    A world size of None follows from the nodes. Raise ``ModelError`` or ``ProfileError`` for unusable input.
-    """
+    """Return the inputs for each pair of world size and micro-batch. Raise ``ModelError`` or ``ProfileError``. A world
+    size of None follows from the nodes."""
     machine, shape = read_machine(options), _model(options)
     try:
         rules = NO_RULES if options.rules is None else _read_rules(options.rules)
@@ -125,7 +120,6 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
 
 
 def _model(options: argparse.Namespace) -> ModelShape:
-    """Return the preset, the model of the config.json, or one with ``--params`` parameters, with its shared layers."""
     for name, needed in (("layers", "params"), ("hidden", "params"), ("every", "share_layers")):
         if (value := getattr(options, name)) is not None and getattr(options, needed) is None:
             rule = f"--{name}: must come with --{needed.replace('_', '-')}, found {value} alone"
@@ -140,7 +134,6 @@ def _model(options: argparse.Namespace) -> ModelShape:
 
 
 def _read_rules(path: Path) -> PlacementRules:
-    """Return the rules in the file ``path``. Raise ``RulesError`` or ``ModelError`` if it contains none."""
     try:
         return PlacementRules.from_json(parse_json(read_text(path)))
     except RulesError:
@@ -151,7 +144,6 @@ def _read_rules(path: Path) -> PlacementRules:
 
 
 def _check_rules(job: Job, profile: HardwareProfile) -> None:
-    """Raise ``ModelError`` if a rule updates units on the GPU, and ``profile`` has no rate of Adam there."""
     on_gpu = [rule.states for rule in job.rules.rules if rule.placement not in (None, Placement.CPU)]
     if on_gpu and profile.get("gpu_adam_params_per_s") is None:
         why = profile.why_missing("gpu_adam_params_per_s")
@@ -160,7 +152,6 @@ def _check_rules(job: Job, profile: HardwareProfile) -> None:
 
 
 def _check_unit_size(size: int, job: Job) -> None:
-    """Raise ``ModelError`` if ``size`` is impossible, or makes so many units that planning would take hours."""
     require_integer("unit_size", size, 1, 10**15, "Correct --unit-size.")
     least = sum(partition.numel for group in job.sub_groups for partition in group) // (size + PIECE_MULTIPLE)
     if least > MAX_UNITS:

@@ -1,4 +1,4 @@
-"""Read the machine that a command plans for: a measured profile, or a preset, with figures of the user's."""
+"""Read the machine that a command plans for: a measured profile, or a preset whose figures the user may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perf_model.units import GB
 
 
 class Figure(NamedTuple):
-    """A figure of a machine that a user may give, with its bounds and the ``field`` of a preset that it replaces."""
+    """A figure of a machine that a user may give, its bounds, and the ``field`` of a preset that it replaces."""
 
     low: float
     high: float
@@ -31,11 +31,10 @@ FIGURES = {
     "link_gb_per_s": Figure(0.3, 2000, "link_bytes_per_s", "rate of copies between host and one GPU, per direction"),
     "network_gb_per_s": Figure(1e-3, 1e4, "network_bytes_per_s", "rate at which one GPU receives from other nodes"),
 }
-"""The figures of a preset that options replace, by the name of the option."""
 
 
 def read_machine(options: argparse.Namespace) -> MachinePreset | HardwareProfile:
-    """Return the preset with the figures of other options, or the profile in the file. Raise ``ProfileError``."""
+    """Return the preset with the figures that the user gave, or the profile in the file. Raise ``ProfileError``."""
     changes = {name: value for name in FIGURES if (value := getattr(options, name)) is not None}
     for name, value in changes.items():
         check_figure(f"--{name.replace('_', '-')}", value, FIGURES[name])
@@ -56,7 +55,6 @@ def read_machine(options: argparse.Namespace) -> MachinePreset | HardwareProfile
 
 
 def _changed(preset: MachinePreset, changes: dict[str, Any]) -> MachinePreset:
-    """Return ``preset`` with these figures, and with a source that names them."""
     named = ", ".join(f"{name} {value:g}" for name, value in changes.items())
     values = {FIGURES[name].field: value if name == "cores" else value * GB for name, value in changes.items()}
     if "link_bytes_per_s" in values:

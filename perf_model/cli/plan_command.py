@@ -1,4 +1,4 @@
-"""Print a plan, for people or as JSON: the answer, the iteration next to the alternatives, the units, the block."""
+"""Print a plan, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from perf_model.training_run.micro_batch import Overheads
 from perf_model.units import DIGITS, billions, percent, seconds, significant, size
 
 MAX_ROWS = 20
-"""The most rows of units on the screen."""
 
 TITLES = {
     "stock": "stock offload",
@@ -26,14 +25,13 @@ TITLES = {
     "stride_2": "stride 2",
     "no_offload": "no offload",
 }
-"""The titles on the screen, by the keys in JSON."""
 
 COLUMNS = ("", "forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
-"""The headers of the comparison, which fits into 80 columns."""
+"""The headers of the comparison. They fit into 80 columns."""
 
 LARGER_MODELS = (45, 0.038, 0.168)
-"""The number of published runs, and the median and 90th percentile of the relative errors of their iterations, with
-rates that were fitted to smaller models on the same machine (``python -m benchmarks published``)."""
+"""The number of published runs of larger models, with the median and 90th percentile of the relative errors of their
+iterations. The rates were fitted to smaller models on the same machine (``python -m benchmarks published``)."""
 
 
 WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit like these has another placement"
@@ -51,7 +49,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_screen(found: Forecast, inputs: Inputs) -> None:
-    """Print the forecast. Text is wrapped at the width of the terminal, and the block to paste is not."""
     plan = found.planned.plan
     profiled = inputs.profile.provenance
     machine = profiled.gpu or f"{profiled.cpu or inputs.profile.name} (no GPU)"
@@ -67,7 +64,6 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
 
 
 def _print_answer(found: Forecast, inputs: Inputs, machine: str) -> None:
-    """Print whether training fits without offloading, how fast it is with the plan, and errors of past predictions."""
     job, limits, predicted = found.job, inputs.limits, found.predicted
     stock, no_offload = found.baselines["stock"], found.baselines["no_offload"]
     limit = "unlimited memory" if limits.gpu is None else size(max(0, limits.gpu - limits.gpu_margin))
@@ -100,7 +96,6 @@ def _print_answer(found: Forecast, inputs: Inputs, machine: str) -> None:
 
 
 def _setting(found: Forecast, inputs: Inputs, machine: str) -> str:
-    """Describe the model, the machine and the units, and where the model and the rates are from."""
     job, workload, profiled = found.job, found.planned.plan.workload, inputs.profile.provenance
     count = len(workload.units)
     lines = [
@@ -118,7 +113,6 @@ def _setting(found: Forecast, inputs: Inputs, machine: str) -> str:
 
 
 def _print_comparison(found: Forecast, inputs: Inputs) -> None:
-    """Print a row for the plan and for each alternative that can run, the reasons of the others, and a legend."""
     table = new_table(COLUMNS, left=("",))
     outcomes = {"this plan": found.predicted, **found.baselines}
     for name, outcome in outcomes.items():
@@ -146,7 +140,7 @@ def _print_comparison(found: Forecast, inputs: Inputs) -> None:
 
 
 def fixed_seconds(overheads: Overheads) -> str:
-    """Return the fixed seconds of an iteration and of a layer, which no profile measures, and their origin."""
+    """Return a description of the fixed seconds of an iteration and of a layer, with their origin."""
     return (
         f"{seconds(overheads.iteration_s, DIGITS)} are in no phase, and the launches of a layer take at least "
         f"{seconds(overheads.layer_s, DIGITS)} per forward and twice that per backward, as in published runs on "
@@ -155,7 +149,6 @@ def fixed_seconds(overheads: Overheads) -> str:
 
 
 def _bound(found: Forecast) -> str:
-    """Return the lower bound of all the work, and how much longer the update takes."""
     bound, update_s = found.bound, found.planned.update_s
     together = "exposed and hidden time together" if found.windows != Windows() else "all of it exposed"
     return (
@@ -165,7 +158,6 @@ def _bound(found: Forecast) -> str:
 
 
 def _memory(found: Forecast, inputs: Inputs) -> str:
-    """Return each kind of memory with its limit: GPU memory per GPU, the others per node."""
     limits, memory = inputs.limits, found.memory
     pinned = None if limits.pinned is None else limits.pinned * found.job.ranks_on_node
     host = f"host with {size(found.reserved_host_bytes, DIGITS)} for the system and processes"
@@ -179,7 +171,6 @@ def _memory(found: Forecast, inputs: Inputs) -> str:
 
 
 def _print_units(found: Forecast) -> None:
-    """Print a row for each of the first runs of units."""
     headers = ("units", "layers", "parameters", "placement", "why")
     table, runs = new_table(headers, left={*headers} - {"parameters"}), unit_runs(found)
     for column in table.columns:

@@ -1,4 +1,4 @@
-"""Write a plan as JSON: the inputs and decisions from which it can be rebuilt, and the block to paste."""
+"""Write a plan as JSON, and form the block for the DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from perf_model.training_run.job import Job
 from perf_model.units import GB
 
 FORMAT = 2
-"""The version of the JSON format. It changes if a key is removed or gets another meaning."""
+"""The version of the JSON format, which changes if a key is removed or its meaning changes."""
 
 
 def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
@@ -70,7 +70,6 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, Any]:
-    """Return the versions that a plan may depend on; None for ``deep_opt_states`` if it is not installed."""
     try:
         ours = metadata.version("deep_opt_states")
     except metadata.PackageNotFoundError:
@@ -79,7 +78,6 @@ def _versions() -> dict[str, Any]:
 
 
 def _inputs(inputs: Inputs) -> dict[str, Any]:
-    """Return all that the forecast depends on; ``job`` has the fields of ``Job`` except ``shape`` and ``rules``."""
     job, shape = inputs.job, inputs.job.shape
     simple = [field.name for field in fields(Job) if field.name not in ("shape", "rules")]
     return {
@@ -100,11 +98,8 @@ def _inputs(inputs: Inputs) -> dict[str, Any]:
 
 
 def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
-    """Return the part of the DeepSpeed config that the plan needs.
-
-    It does not contain the choices of the planner: training makes them in the same way. If rules leave nothing to the
-    planner, training does not plan, and the size of the units and the number of slots are those of this plan.
-    """
+    """Return the part of the DeepSpeed config that the plan needs. Training repeats the choices of the planner. If
+    rules place everything, it does not plan, so the unit size and the number of slots are included."""
     job, plan, given, overlap = found.job, found.planned.plan, inputs.given, inputs.overlap
     planned = any(unit.fixed is None for unit in plan.workload.units)
     block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
@@ -137,7 +132,6 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
 
 
 def _outcome(outcome: Outcome, found: Forecast) -> dict[str, Any]:
-    """Return the figures; where the alternative cannot run, the same keys without values, and the reason."""
     speed_up = {"speed_up": found.speed_up(outcome)}
     if isinstance(outcome, Infeasible):
         return {**dict.fromkeys(found.predicted.to_json_dict()), **speed_up, "why": outcome.reason}

@@ -1,4 +1,4 @@
-"""Build the parsers of the planning commands. The module of a command is imported when the command runs."""
+"""Build the parsers of the planning commands. A command's module is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from perf_model.units import GB
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that reports an error in two lines, without the usage of a screen."""
+    """A parser that reports an error in two lines, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and the remedy to stderr, and exit with code 2."""
@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Add the parsers, whose option ``run`` is a function that takes the options and returns the exit code."""
+    """Add the parsers. Their option ``run`` takes the options and returns the exit code."""
     about = "find the plan with the least exposed update time, and compare it with the alternatives"
     plan = _add_command(commands, "plan", about)
     _add_job(plan)
@@ -52,7 +52,6 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     about = "compare tensor-parallel sizes, micro-batches and accumulation for a global batch on a cluster"
     cluster = _add_command(commands, "cluster", about)
     _add_cluster(cluster)
-    # The inputs are those of one layout, from which the others are made.
     cluster.set_defaults(tensor_parallel=1, accumulation=1)
     _add_limits(cluster)
     cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
@@ -65,7 +64,6 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
 
 
 def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str, about: str) -> argparse.ArgumentParser:
-    """Add a command with the options of the machine and the model."""
     parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
     parser.set_defaults(run=partial(_exit_code, name))
     add = parser.add_argument
@@ -105,7 +103,6 @@ def _add_accumulation(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    """Add one world size and one micro-batch."""
     ranks = parser.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=int, help="ranks, one per GPU")
     ranks.add_argument("--nodes", type=int, help="nodes, instead of --world-size")
@@ -116,7 +113,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the GPUs, the global batch, the layouts to compare and the network."""
     add, ranks = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--gpus", type=int, help="all GPUs of the cluster, one rank each")
     ranks.add_argument("--nodes", type=int, help="nodes, instead of --gpus")
@@ -154,8 +150,6 @@ def add_list_option(parser: argparse.ArgumentParser) -> None:
 
 
 class _ListMachines(argparse.Action):
-    """An option that lists the presets and exits."""
-
     def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
@@ -183,7 +177,6 @@ def _exit_code(name: str, options: argparse.Namespace) -> int:
 
 
 def _number(text: str, what: str, low: float, high: float) -> float:
-    """Return the number that ``text`` spells. Raise ``ArgumentTypeError`` unless it is from ``low`` to ``high``."""
     try:
         value = float(text)
     except ValueError:
@@ -194,12 +187,10 @@ def _number(text: str, what: str, low: float, high: float) -> float:
 
 
 def _bytes(text: str, least_gb: float) -> int:
-    """Return the bytes of ``text`` in GB (10^9 bytes)."""
     return int(GB * _number(text, "a number of GB (10^9 bytes)", least_gb, 1e9))
 
 
 def _parameters(text: str) -> int:
-    """Return the number of parameters that ``text`` spells, such as 32e9."""
     what = "a whole number of parameters such as 32e9,"
     value = _number(text, what, 1, 1e15)
     if value != int(value):
@@ -208,7 +199,6 @@ def _parameters(text: str) -> int:
 
 
 def _positive_integers(text: str) -> list[int]:
-    """Return integers separated by commas. Raise ``ArgumentTypeError`` unless all of them are positive."""
     if not re.fullmatch(r"\s*0*[1-9][0-9]*\s*(,\s*0*[1-9][0-9]*\s*)*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"must be positive integers separated by commas, found {shorten(text)}")
     return [int(part) for part in text.split(",")]

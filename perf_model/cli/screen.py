@@ -1,4 +1,4 @@
-"""Print text and tables with rich, which is imported only when a command prints."""
+"""Print text and tables with rich, which is imported only then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def show(printed: str | Table, *, width: int | None = None, soft_wrap: bool = False) -> None:
-    """Print a text or a table. Rich wraps it at ``width``, by default that of the terminal, unless ``soft_wrap``."""
+    """Print a text or a table, wrapped at ``width``, which defaults to the terminal's, unless ``soft_wrap``."""
     from rich.console import Console
 
     # A text may contain square brackets, which would be markup.
@@ -18,7 +18,7 @@ def show(printed: str | Table, *, width: int | None = None, soft_wrap: bool = Fa
 
 
 def new_table(headers: Iterable[str], left: Collection[str] = (), *, gap: int = 1) -> Table:
-    """Return a table without rows. Columns are aligned to the right, except those in ``left``."""
+    """Return a table without rows. Columns are aligned to the right, except for those in ``left``."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)

@@ -1,4 +1,4 @@
-"""Show the timeline of the plan: as a grid on the screen, as a Chrome trace and as a picture."""
+"""Show the timeline of the plan as a grid, a Chrome trace and a picture."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from perf_model.units import DIGITS, seconds
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write trace and picture, print the grid, and return the exit code. Raise ``ModelError`` if it cannot write."""
+    """Write trace and picture, print the grid, and return the exit code. Raise ``ModelError`` if writing fails."""
     [inputs] = read_inputs(options, (options.world_size, options.micro_batch))
     found = inputs.forecast()
-    # matplotlib takes a second to import.
     from perf_model.prediction.draw import draw
 
     plan, timeline, predicted = found.planned.plan, found.planned.timeline, found.predicted

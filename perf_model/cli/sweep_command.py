@@ -19,7 +19,6 @@ from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, seconds, significant
 
 SweepRow = dict[str, str | int | float | None]
-"""The values of one row by column; None where there is no value."""
 
 COLUMNS = (
     "world_size", "micro_batch", "cpu", "streamed", "resident", "unit_size", "update_s", "exposed_update_s",
@@ -31,7 +30,6 @@ SHOWN = {
     "exposed_update_s": "exposed", "iteration_s": "iteration", "tokens_per_s": "tokens/s", "mfu": "MFU",
     "speed_up": "speed-up",
 }  # fmt: skip
-"""The titles of the columns on the screen."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,7 +64,6 @@ def _row(inputs: Inputs) -> SweepRow:
 
 
 def _write(rows: list[SweepRow], path: Path) -> None:
-    """Write ``rows`` as CSV. Raise ``ModelError`` if the file cannot be written."""
     try:
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

@@ -32,7 +32,7 @@ class UnitRun:
 
     @property
     def layers(self) -> str:
-        """Return the first and the last layer, each with the number of the part if it is a part of one."""
+        """Return the first and the last layer, with the numbers of their parts if they are cut."""
         first, last = self.units[0].label.partition(" to ")[0], self.units[-1].label.rpartition(" to ")[2]
         return self.units[0].label if len(self.units) == 1 else f"{first} to {last}"
 
@@ -43,7 +43,7 @@ class UnitRun:
 
 
 def unit_runs(found: Forecast) -> list[UnitRun]:
-    """Return the runs of the plan in order. Of units of equal length, moving the middle one gives the reason."""
+    """Return the runs of the plan in order. The reason is that of the middle unit among units of equal length."""
     plan = found.planned.plan
     placed = list(zip(plan.workload.units, plan.placements, strict=True))
     equal: dict[tuple[Placement, int], list[int]] = defaultdict(list)
@@ -64,7 +64,7 @@ def unit_runs(found: Forecast) -> list[UnitRun]:
 
 
 def show_change(change_s: float | None) -> str:
-    """Return a change of the exposed time for people; None if there is no memory for it."""
+    """Return a change of the exposed time as text. None means that there is no memory for it."""
     if change_s is None:
         return "no memory"
     shown = seconds(change_s, DIGITS)
@@ -72,7 +72,6 @@ def show_change(change_s: float | None) -> str:
 
 
 def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
-    """Return the rules that fix ``unit``; none if the planner places it."""
     if unit.fixed is None:
         return ()
     rules = (job.rules.rule_for(partition.name) for partition, _ in partitions_in(unit, job.sub_groups))
@@ -81,7 +80,6 @@ def _rules_of(unit: Unit, job: Job) -> tuple[PlacementRule, ...]:
 
 
 def _why(found: Forecast, units: Sequence[Unit], middle: int, moved_s: Mapping[Placement, float | None]) -> str:
-    """Return the reason for a placement of the planner: the place in forward, and the change if a unit is moved."""
     streamed = found.baselines["all_streamed"]
     if Placement.STREAMED not in found.cost.placements and isinstance(streamed, Infeasible):
         return streamed.reason

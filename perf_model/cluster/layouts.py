@@ -1,8 +1,6 @@
-"""List the layouts in which DeepSpeed can train a global batch, and predict each with the best plan for its updates.
-
-The *takeaways* are those of arXiv 2104.04473, sections 3.2 to 3.4. They are about a pipeline whose states are on the
-GPU, so the fastest layout may depart from them.
-"""
+"""List the layouts in which DeepSpeed can train a global batch, and predict each with its best plan. The *takeaways*
+are from arXiv 2104.04473, sections 3.2 to 3.4. They assume a pipeline with all states on the GPU, so the fastest layout
+may depart from them."""
 
 from __future__ import annotations
 
@@ -20,18 +18,13 @@ from perf_model.training_run.model import ModelError, require_integer
 from perf_model.units import percent
 
 MICRO_BATCHES = range(1, 65)
-"""The micro-batches that are tried if the user names none, in sequences."""
 
 NEGLIGIBLY_LONGER = 1.005
-"""The ratio of two iterations up to which they count as equally long."""
+"""The ratio up to which two iterations count as equally long."""
 
 
 class Layout(NamedTuple):
-    """A way to train one global batch.
-
-    Each of ``data_parallel`` groups of ``tensor_parallel`` ranks trains ``accumulation`` micro-batches of
-    ``micro_batch`` sequences, one after another, for one update.
-    """
+    """A tensor-parallel size, a micro-batch and a number of accumulation steps that train one global batch."""
 
     tensor_parallel: int
     data_parallel: int
@@ -41,12 +34,9 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPrediction:
-    """A layout that fits into memory, with the parts of its iteration.
-
-    They are forward and backward of all micro-batches without communication, with the fixed time of an iteration; the
-    time by which communication prolongs them; and the exposed time of the update, with the copies of gradients to host
-    memory. ``binding`` is the part that would shorten the iteration the most if it took no time.
-    """
+    """A layout that fits into memory, with the parts of its iteration. The parts are compute with the fixed time,
+    exposed communication, and the exposed update with the copies of gradients. ``binding`` is the part whose removal
+    would shorten the iteration the most."""
 
     layout: Layout
     found: Forecast
@@ -55,7 +45,7 @@ class LayoutPrediction:
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of one iteration, which is the sum of the parts."""
+        """Return the seconds of one iteration."""
         return self.found.predicted.iteration_s
 
 
@@ -68,11 +58,8 @@ def tensor_parallel_sizes(job: Job) -> list[int]:
 def layouts_of(
     job: Job, global_batch: int, tensor_parallel: Sequence[int], micro_batches: Sequence[int] | None = None
 ) -> list[Layout]:
-    """Return the layouts with these sizes, by tensor-parallel size and micro-batch.
-
-    ``job`` holds everything but the layout. Raise ``ModelError`` for an impossible size, and if no layout divides the
-    global batch evenly.
-    """
+    """Return the layouts with these sizes, by tensor-parallel size and micro-batch. ``job`` contains everything but the
+    layout. Raise ``ModelError`` if a size is impossible or no layout divides the global batch evenly."""
     require_integer("global_batch", global_batch, 1, 10**9, "Correct --global-batch.")
     found = []
     data_parallel = {size: replace(job, tensor_parallel=size).data_parallel for size in sorted(set(tensor_parallel))}
@@ -103,11 +90,8 @@ def predict_layouts(
     overlap: Overlap,
     unit_sizes: tuple[int, ...],
 ) -> tuple[list[LayoutPrediction], dict[Layout, str]]:
-    """Return the layouts that fit into memory, the fastest first, and the others with the reason.
-
-    ``layouts`` are sorted by tensor-parallel size and micro-batch: of those that do not fit, only the smallest
-    micro-batch of a tensor-parallel size is returned, because a larger one needs more.
-    """
+    """Return the layouts that fit into memory, the fastest first, and the others with the reason. ``layouts`` must be
+    sorted. Of those that do not fit, only the smallest micro-batch of each tensor-parallel size is returned."""
     fitting: list[LayoutPrediction] = []
     unfit: dict[Layout, str] = {}
     for layout in layouts:
@@ -143,11 +127,8 @@ def _prediction(layout: Layout, found: Forecast, profile: HardwareProfile) -> La
 
 
 def departures(fitting: Sequence[LayoutPrediction], node_size: int, compared: Collection[int]) -> list[str]:
-    """Return a sentence per takeaway that the fastest layout departs from.
-
-    ``fitting`` are the layouts that fit into memory, the fastest first. ``node_size`` is the largest tensor-parallel
-    size that a node and the model permit, and ``compared`` are the sizes of all layouts, whether they fit or not.
-    """
+    """Return one sentence for each takeaway that the fastest layout, the first of ``fitting``, departs from.
+    ``node_size`` is the largest possible tensor-parallel size, and ``compared`` contains the sizes of all layouts."""
     best, size = fitting[0], fitting[0].layout.tensor_parallel
     fastest = {found.layout.tensor_parallel: found for found in reversed(fitting)}
 

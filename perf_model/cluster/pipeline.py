@@ -1,8 +1,5 @@
-"""Estimate the layout and the speed that Megatron-LM's pipeline would have on the same cluster, as a comparison.
-
-DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``, line 77). The sections are those of arXiv
-2104.04473.
-"""
+"""Estimate the layout and the speed of Megatron-LM's pipeline on the same cluster, for comparison. DeepSpeed runs no
+pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``). Sections are of arXiv 2104.04473."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from perf_model.training_run.micro_batch import PARAM_BYTES, PhaseRates
 from perf_model.training_run.training_memory import TrainingMemory
 
 GRADIENT_BYTES_PER_PARAM = 4
-"""Bytes per gradient: Megatron-LM accumulates and reduces those of bf16 models in fp32."""
+"""Megatron-LM accumulates and reduces the gradients of bf16 models in fp32."""
 
 TRAINED_BYTES_PER_PARAM = GRADIENT_BYTES_PER_PARAM + 12
-"""Bytes per trained parameter on the GPU in addition to the bf16 parameter: the gradient, and fp32 master, ``exp_avg``
-and ``exp_avg_sq``, without a distributed optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
+"""Bytes per trained parameter of the gradient and of fp32 master, ``exp_avg`` and ``exp_avg_sq``, without a distributed
+optimizer (Megatron-LM, ``docs/source/api-guide/dist_optimizer.md``)."""
 
 
 class PipelineLayout(NamedTuple):
@@ -38,12 +35,12 @@ class PipelineLayout(NamedTuple):
 
 
 def bubble_share(stages: int, micro_batches: int) -> float:
-    """Return the time in which a stage is idle, as a share of the time in which it computes (section 2.2.1)."""
+    """Return the idle time of a stage as a share of its compute time (section 2.2.1)."""
     return (stages - 1) / micro_batches
 
 
 def micro_batches_in_flight(stages: int, micro_batches: int) -> int:
-    """Return the largest number of micro-batches whose activations the first stage keeps, with 1F1B (section 2.2.1)."""
+    """Return the most micro-batches whose activations the first stage keeps with 1F1B (section 2.2.1)."""
     return min(stages, micro_batches)
 
 
@@ -57,11 +54,9 @@ def best_pipeline_layout(
 ) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (sections 3.2 to 3.4), or None if none fits.
 
-    ``job`` holds everything but the layout. ``sizes`` are tensor-parallel sizes. They and ``micro_batches`` default to
-    all that are possible. There are several stages only with the largest tensor-parallel size: as few as let the model
-    and its activations fit into ``gpu_bytes``, with 1F1B. All states are on the GPU. Communication between stages is
-    assumed to be hidden; the all-reduces of tensor parallelism and of the gradients are not. No time is counted for the
-    update.
+    The tensor-parallel ``sizes`` and ``micro_batches`` default to all possible ones. Only the largest size is combined
+    with several stages: as few as fit into ``gpu_bytes`` with 1F1B. All states are on the GPU, and the update takes no
+    time. Communication between stages is hidden. All-reduces are exposed.
     """
     found, sizes = [], sizes or tensor_parallel_sizes(job)
     for tensor_parallel, micro_batch in product(sizes, micro_batches or MICRO_BATCHES):
@@ -81,18 +76,16 @@ def best_pipeline_layout(
 
 
 def _gpu_bytes(job: Job, stages: int, micro_batches: int) -> float:
-    """Return the peak GPU memory of the first stage: its states, and the activations of micro-batches in flight."""
     memory, in_flight = TrainingMemory(job), micro_batches_in_flight(stages, micro_batches)
     states_bytes = (PARAM_BYTES + TRAINED_BYTES_PER_PARAM * job.trainable_share) * job.shard_numel / stages
     return memory.context_bytes + states_bytes + memory.activation_bytes * in_flight / stages
 
 
 def _iteration_s(job: Job, stages: int, data_parallel: int, rates: PhaseRates, micro_batches: int) -> float:
-    """Return the seconds of the micro-batches (section 3.4, equation 1), and of the all-reduce of the gradients."""
+    """Return the seconds of the micro-batches (section 3.4, equation 1) and of the all-reduce of the gradients."""
     # The whole model is on the GPUs of the stages, so nothing is gathered.
     work = replace(job.work, gathered_bytes=0.0, reduced_bytes=0.0)
     stage_s = (work.forward_s(rates) + work.backward_s(rates)) / stages
-    # Tensor-parallel ranks are on one node, and so are the stages that it has room for.
     on_node = max(1, job.ranks_on_node // (job.tensor_parallel * stages))
     network = replace(rates.network, ranks_per_node=on_node)
     gradients_bytes = GRADIENT_BYTES_PER_PARAM * job.trainable_share * job.shard_numel / stages

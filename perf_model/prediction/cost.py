@@ -1,8 +1,6 @@
-"""Model the cost of an action: the amount of each shared resource that it uses, and the time that it takes alone.
-
-Actions that overlap share resources, and their slowdown follows from the amounts alone (``relative_speeds``).
-``CostModel`` holds the amounts per parameter and the capacities of one rank; ``docs/design.md`` explains the model.
-"""
+"""Model the cost of an action: the time that it takes alone, and the amount of each shared resource that it uses.
+Actions that overlap share resources. ``relative_speeds`` computes their slowdown from the amounts. ``docs/design.md``
+explains the model."""
 
 from __future__ import annotations
 
@@ -19,16 +17,14 @@ from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES
 
 PROBED_PARAM_BYTES = 2
-"""Bytes per parameter of the model whose update the profiler measures: bf16."""
 
 COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
-"""The number of copies that an action consists of. Each copy begins with the latency of a copy."""
+"""The number of copies of an action. Each copy starts with the latency of a copy."""
 
 GPU_STEP_BYTES = 28
-"""Bytes of p, m and v, read and written (24), of the gradient, read (2), and of the bf16 parameter, written (2)."""
+"""Bytes per parameter: p, m and v are read and written (24), and the 16-bit gradient and parameter take 2 each."""
 
 _FULL = 1e-12
-"""The tolerance with which a resource counts as full."""
 
 
 class Resource(Enum):
@@ -56,12 +52,9 @@ class BytesPerParam:
 
 
 def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
-    """Return the bytes per parameter that our runtime moves in each kind of action.
-
-    CPU_STEP is one pass: p, m and v are read and written (24), the gradient is read in the dtype of the model, and the
-    parameter is written unless it is fp32 (``param_bytes`` 4). ``params_on_host``: DeepSpeed offloads parameters, so
-    the CPU update writes them in place, also if they are fp32, and an update on the accelerator is copied down to them.
-    """
+    """Return the bytes per parameter that our runtime moves in each kind of action. CPU_STEP is one pass. It reads and
+    writes p, m and v (24), reads the gradient, and writes 16-bit parameters. With ``params_on_host``, it also writes
+    fp32 ones, and GPU_STEP copies the parameters down."""
     staged = STAGED_BYTES_PER_PARAM
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
@@ -79,7 +72,7 @@ def stock_traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -
 
     Its CPU update takes three passes: the gradient is scaled in place (8), Adam reads and writes (28), and the
     parameter is rounded (4 read, 2 written). It publishes from pageable memory, which the driver first copies to pinned
-    memory. ``params_on_host``: DeepSpeed offloads parameters, so the rounded ones stay in host memory.
+    memory. With ``params_on_host``, the rounded parameters stay in host memory.
     """
     published = 0 if params_on_host else param_bytes
     rounding = 4 + param_bytes if param_bytes < FP32_BYTES else 0
@@ -92,7 +85,7 @@ def stock_traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The ``amounts`` of an action, which take ``alone_s`` if nothing else runs, after a ``latency_s`` of its lane."""
+    """The ``amounts`` of an action. It takes ``alone_s`` if nothing else runs, after ``latency_s`` of its lane."""
 
     alone_s: float
     amounts: Mapping[Resource, float]
@@ -105,12 +98,9 @@ class Load:
 
 
 def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
-    """Return each running action's speed relative to running alone (max-min fair sharing).
-
-    All speeds rise together until a resource is full. The actions that use it keep their speed, and the others rise
-    further. For example, two actions that would each use two thirds of host memory's capacity alone both run at 0.75,
-    and one that uses another resource runs at 1. The result depends on the kinds of the actions, not on their lengths.
-    """
+    """Return each running action's speed relative to running alone, by max-min fair sharing. All speeds rise together
+    until a resource is full. The actions that use it keep their speed, and the others rise further. For example, two
+    actions that each use two thirds of a resource's capacity alone both run at 0.75."""
     result = [1.0] * len(loads)
     rising = {index for index, load in enumerate(loads) if load.alone_s > 0}
     left = dict(capacities)
@@ -133,10 +123,8 @@ def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float])
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The ``capacities`` of one rank per second, and the amounts ``per_param`` that each kind of action uses.
-
-    CPU and GPU are counted in seconds of the rank's whole share, so that their capacity is 1, the others in bytes.
-    """
+    """The ``capacities`` of one rank per second, and the amounts ``per_param`` that each kind of action uses. The unit
+    is bytes. CPU and GPU are counted in seconds of the rank's whole share, with capacity 1."""
 
     capacities: Mapping[Resource, float]
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
@@ -166,7 +154,7 @@ class CostModel:
         traffic: Mapping[ActionKind, BytesPerParam],
         copy_latency_s: float = 0.0,
     ) -> CostModel:
-        """Return the cost model; without ``gpu_adam_params_per_s`` nothing can be updated on the accelerator."""
+        """Return the cost model. Without ``gpu_adam_params_per_s``, nothing can be updated on the accelerator."""
         per_param = {
             kind: {
                 Resource.H2D: moved.h2d,
@@ -190,18 +178,14 @@ class CostModel:
 
     @classmethod
     def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
-        """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` as ``from_profile`` does."""
+        """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` if a rate is missing."""
         traffic = stock_traffic_by_action(param_bytes, params_on_host=params_on_host)
         return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"))
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
-        """Return the cost model of our update.
-
-        If the profile contains no rate of an accelerator, that is the CPU itself. Raise ``ProfileError`` if it contains
-        some of these rates and lacks others that are needed.
-        """
-        # Where the accelerator is the CPU, all parameters are in host memory.
+        """Return the cost model of our update. Raise ``ProfileError`` if a rate is missing. If the profile contains no
+        rate of an accelerator, the CPU is the accelerator."""
         on_host = params_on_host or not profile.has_accelerator
         traffic = traffic_by_action(param_bytes, params_on_host=on_host)
         return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
@@ -212,8 +196,7 @@ class CostModel:
     ) -> CostModel:
         latency_s = profile.get("copy_latency_s") or 0.0
         if not profile.has_accelerator:
-            # Slots are host memory: copies, which read and write each byte, and Adam share the same cores. The CPU
-            # writes the 16-bit parameters of the model itself, so there is nothing to publish.
+            # Slots are host memory. Copies, which read and write each byte, and Adam share the cores.
             byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
             seconds = {kind: byte_s * (moved.h2d + moved.d2h) for kind, moved in traffic.items()}
             seconds |= dict.fromkeys((ActionKind.CPU_STEP, ActionKind.GPU_STEP), 1 / cpu)
@@ -237,14 +220,14 @@ class CostModel:
         )
 
     def load(self, kind: ActionKind, numel: int) -> Load:
-        """Return the cost of an action of that kind on a unit of ``numel`` parameters."""
+        """Return the cost of an action of this kind on ``numel`` parameters."""
         amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
         busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
         copies = COPIES_PER_ACTION.get(kind, 0) if amounts else 0
         return Load(busiest_s, amounts, self.copy_latency_s * copies)
 
     def busy_s_per_param(self, placement: Placement) -> dict[Resource, float]:
-        """Return the seconds that one parameter with ``placement`` keeps each resource busy."""
+        """Return the seconds that a parameter with ``placement`` keeps each resource busy."""
         amounts = [self.per_param[kind] for kind in CHAINS[placement]]
         return {
             resource: sum(each.get(resource, 0.0) for each in amounts) / capacity
@@ -252,16 +235,13 @@ class CostModel:
         }
 
     def without_accelerator(self) -> CostModel:
-        """Return the costs of a rank on which nothing can be updated on an accelerator."""
+        """Return the costs if nothing can be updated on an accelerator."""
         return replace(self, per_param={kind: self.per_param[kind] for kind in CHAINS[Placement.CPU]})
 
 
 def _dram_capacity(profile: HardwareProfile) -> float:
-    """Return the bytes per second that host memory reached while a CPU update and transfers both ways ran concurrently.
-
-    If neither slowed the other, its capacity is at least that much. The rate of either alone is a lower bound, which
-    may exceed the plain probe where caches help.
-    """
+    """Return the bytes per second that host memory reached during a CPU update and transfers both ways. This is a lower
+    bound of the capacity, as is the rate of either alone."""
     cpu = profile.rate("cpu_adam_params_per_s")
     # If the rate of both directions is waived, its upper bound is known, but only one direction is a lower bound.
     both = profile.get("both_bytes_per_s") or max(map(profile.rate, ("h2d_bytes_per_s", "d2h_bytes_per_s")))

@@ -1,4 +1,4 @@
-"""Draw a ``Timeline``: one row per lane, one bar per action, and above them the phases of the model."""
+"""Draw a ``Timeline``: one row per lane, one bar per action, and the phases of the model above them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ _COLOURS: dict[Phase | ActionKind, str] = {
 }
 
 _CONTEXT_SHARE = 0.08
-"""The share of the update's width that is shown of backward before it, and of forward after it."""
 
 _WIDTH_INCHES, _TITLE_CHARACTERS, _LABEL_POINTS = 13, 180, 8
 
 
 def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = ()) -> None:
-    """Write the picture to ``path``, whose suffix selects the format, and create its folder."""
+    """Write the picture to ``path``, whose suffix is the format, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _figure(timeline, title, phases).savefig(path, dpi=120)
 
 
 def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -> bytes:
-    """Return the picture as an SVG file that needs no other file: fonts are drawn as paths."""
+    """Return the picture as an SVG file without references to other files. Fonts are drawn as paths."""
     file = io.BytesIO()
     # In the file, the author and the date would refer to schemas on the internet.
     no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -48,10 +47,6 @@ def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -
 
 
 def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
-    """Return the figure of ``timeline``, whose bars are labelled with their units if that fits.
-
-    ``phases`` are in order of time. The colour of a phase behind the bars distinguishes exposed from hidden actions.
-    """
     # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,11 +61,9 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
 
     def bar(row: int, left_ms: float, right_ms: float, colour: str, label: str) -> None:
         width_points = (right_ms - left_ms) / ms_per_point
-        # The edge would cover a bar that is hardly wider than it.
         edge = 0.5 if width_points > 3 else 0.0
         # If bars were snapped to whole pixels, those thinner than a pixel would disappear.
         axes.barh(row, right_ms - left_ms, 0.6, left_ms, color=colour, edgecolor="white", linewidth=edge, snap=edge > 0)
-        # A digit is a little narrower than 0.7 of its height.
         if len(label) * 0.7 * _LABEL_POINTS <= width_points:
             axes.text((left_ms + right_ms) / 2, row, label, ha="center", va="center", fontsize=_LABEL_POINTS)
 
@@ -78,7 +71,6 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
         left_ms, right_ms = max(start_ms, phase_span.start_s * 1e3), min(end_ms, phase_span.end_s * 1e3)
         name, colour = phase_span.phase.value, _COLOURS[phase_span.phase]
         axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
-        # The label gives the length of the whole phase, also where only a part of it is shown.
         bar(0, left_ms, right_ms, colour, f"{name} {seconds(phase_span.end_s - phase_span.start_s)}")
     for span in timeline.spans:
         row, colour = rows.index(span.action.lane), _COLOURS[span.action.kind]
@@ -105,7 +97,6 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
 
 
 def _shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:
-    """Return the limits of the time axis: the update, and a little of backward before it and of forward after it."""
     start_s, end_s = min((span.start_s for span in timeline.spans), default=0.0), timeline.end_s
     context_s = _CONTEXT_SHARE * (end_s - start_s)
     if phases:

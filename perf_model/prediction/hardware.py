@@ -1,8 +1,5 @@
-"""Define ``HardwareProfile``: the measured rates of a machine, with the origin of each, read from and written to JSON.
-
-All rates are per rank with all ranks of the node at work, as in training. A rate that could not be measured is
-*waived*, with the reason. The checks find another file, another version and other units.
-"""
+"""Define ``HardwareProfile``, the measured rates of a machine with their origin. All rates are per rank, while all
+ranks of the node work. A rate that could not be measured is *waived*, with the reason."""
 
 from __future__ import annotations
 
@@ -17,18 +14,17 @@ from typing import Any, NamedTuple
 from perf_model.json_input import parse_json, printable, read_text, reason, shorten
 
 VERSION = 2
-"""The version of the JSON format."""
 
 _UNITS = "Units are bytes, seconds, parameters and FLOP."
 _REMEDY = "Write a profile with: deep-opt-states profile --output profile.json"
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used. The message gives the rule, the value found, and the remedy."""
+    """A profile that cannot be used. The message contains the rule, the value found and the remedy."""
 
 
 class Quantity(NamedTuple):
-    """A quantity of a profile with bounds: a value with a unit that is wrong by 1e3 is outside for every machine."""
+    """A quantity of a profile. Its bounds are such that a unit wrong by 1e3 is detected on every machine."""
 
     meaning: str
     low: float
@@ -58,49 +54,45 @@ QUANTITIES: dict[str, Quantity] = {
         "all-gather among ranks on different nodes, all ranks of a node at once: bytes that a rank receives", 1e6, 1e13
     ),
 }
-"""The quantities by name. Of d ranks, each receives or sends (d - 1) / d of the whole in a collective."""
+"""The quantities by name. Each of d ranks receives or sends (d - 1) / d of the whole in a collective."""
 
 _SPECIFIED = {
     "gpu_memory_bytes": Quantity("memory of the GPU", 1e9, 1e13),
     "host_memory_bytes": Quantity("memory of the host", 1e9, 1e14),
     "gpu_peak_flops": Quantity("peak of the GPU in bf16, in FLOP/s", 1e12, 1e17),
 }
-"""The fields of a profile that are one number, with their bounds."""
 
 MATMUL_SIZE = 4096
-"""The rows of the square matrices whose product gives ``matmul_flops_per_s`` on a GPU."""
+"""The rows of the square matrices of ``matmul_flops_per_s`` on a GPU."""
 
 SMALL_MATMUL_SIZE = 1024
-"""The rows of the square matrices whose product gives ``matmul_small_flops_per_s``. They do not fill a GPU."""
+"""The rows of the square matrices of ``matmul_small_flops_per_s``, which do not fill a GPU."""
 
 RETIRED_QUANTITIES = frozenset({"pageable_d2h_bytes_per_s", "rounding_params_per_s", "split_cpu_adam_params_per_s"})
-"""Quantities that earlier versions measured and no prediction reads: they are ignored in saved profiles."""
+"""Quantities of earlier versions, which are ignored in saved profiles."""
 
 REQUIRED = ("cpu_adam_params_per_s", "stock_cpu_adam_params_per_s", "dram_update_bytes_per_s")
-"""The quantities without which nothing can be predicted."""
 
 ACCELERATOR_RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s")
-"""The rates of an accelerator. Without all of them, the accelerator is the CPU itself."""
+"""The rates of an accelerator. Without all of them, the CPU is the accelerator."""
 
 MIN_GPU_MATMUL_FLOPS_PER_S, MAX_CPU_MATMUL_FLOPS_PER_S = 1e12, 2e14
-"""Bounds with which a unit wrong by 1e3 makes no GPU of a CPU, or the reverse. A CPU with AMX reaches 1e14."""
+"""Bounds that detect a unit wrong by 1e3 on a GPU and on a CPU. A CPU with AMX reaches 1e14."""
 
 PEAK_TOLERANCE = 1.2
-"""The tolerance of ``gpu_peak_flops``: clocks may be above those of the specification."""
+"""The tolerance of ``gpu_peak_flops``: clocks may be above the specification."""
 
 LIMITS: dict[str, tuple[tuple[str, ...], float]] = {
     "cpu_adam_beside_transfers_params_per_s": (("cpu_adam_params_per_s",), 1.5),
     "both_beside_cpu_adam_bytes_per_s": (("both_bytes_per_s",), 1.5),
     "both_bytes_per_s": (("h2d_bytes_per_s", "d2h_bytes_per_s"), 1.2),
 }
-"""Rates that are measured beside other work: the rates alone whose sum is the limit, and a factor for noise."""
+"""Rates while other work runs. Their limits are a tolerance for noise times the sum of these rates alone."""
 
 
 def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[tuple[str, float, str, float, float]]:
-    """Yield for each rate above its limit its name and value, the names and the sum of the rates alone, the tolerance.
-
-    ``median_of`` returns the rate of a name, or None if it is missing.
-    """
+    """Yield each rate above its limit: name, value, names and sum of the rates alone, tolerance. ``median_of`` returns
+    the rate of a name, or None if it is missing."""
     for name, (names, tolerance) in LIMITS.items():
         rate, *alone = (median_of(each) or math.nan for each in (name, *names))
         # A missing rate, which is NaN, is above no limit and no limit itself.
@@ -109,7 +101,7 @@ def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[tup
 
 
 def matmul_bounds(gpu_memory_bytes: int | None, peak: float | None, *, has_accelerator: bool) -> tuple[float, float]:
-    """Return the bounds of ``matmul_flops_per_s``, in FLOP/s. ``peak`` is None if it is unknown."""
+    """Return the bounds of ``matmul_flops_per_s``. ``peak`` is in FLOP/s, or None if it is unknown."""
     low, high = QUANTITIES["matmul_flops_per_s"][1:]
     if gpu_memory_bytes is not None:
         low = MIN_GPU_MATMUL_FLOPS_PER_S
@@ -140,7 +132,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The origin of a profile. ``source`` is "measured", or names the origin of the figures of a preset."""
+    """The origin of a profile. ``source`` is "measured", or the origin of a preset's figures."""
 
     source: str
     date: str = ""
@@ -156,11 +148,8 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """The rates of one rank on one machine.
-
-    ``measurements`` are keyed by the names in ``QUANTITIES``, and ``cpu_adam_by_threads`` gives parameters per second
-    by the number of threads. Raise ``ProfileError`` if a value is missing or implausible.
-    """
+    """The rates of one rank on one machine. Raise ``ProfileError`` if a value is missing or implausible.
+    ``cpu_adam_by_threads`` maps numbers of threads to parameters per second."""
 
     name: str
     provenance: Provenance
@@ -217,10 +206,8 @@ class HardwareProfile:
 
     @property
     def both_directions(self) -> float:
-        """Return the rate of transfers in both directions concurrently, in bytes per second.
-
-        If it is waived, return its upper bound, the sum of the rates alone. Raise ``ProfileError`` if it is missing.
-        """
+        """Return the bytes per second of concurrent transfers in both directions. If the rate is waived, return its
+        upper bound, the sum of the rates alone. Raise ``ProfileError`` if it is missing."""
         measurement = self.measurements.get("both_bytes_per_s")
         if measurement is None or measurement.waived is None:
             return self.rate("both_bytes_per_s")
@@ -232,7 +219,7 @@ class HardwareProfile:
         return any(self.get(name) is not None for name in ACCELERATOR_RATES)
 
     def to_json(self) -> str:
-        """Return the profile as JSON, which ``from_json`` reads."""
+        """Return the profile as JSON."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Compute the memory that a plan needs, rounded as the allocators round it; compare and describe it."""
+"""Compute the memory that a plan needs, rounded as the allocators round it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,21 @@ from perf_model.units import DIGITS, GB, size
 MIB = 2**20
 
 GPU_MARGIN_BYTES = 2 * GB
-"""The GPU memory that training leaves free by default when it fills the GPU with states."""
 
 NUM_STAGING_BUFFERS = 3
-"""The number of buffers for gradients on their way to host memory: one is filled, one is copied down, one is free."""
+"""The buffers for gradients on their way to the host: one is filled, one is copied down, one is free."""
 
 STAGING_BUFFER_BYTES = (64 * 2**10, 64 * MIB)
-"""The bounds of a staging buffer. A link reaches its full speed with the larger one; less than the smaller one would
-save nothing, because PyTorch takes blocks of up to 1 MiB from the device in segments of 2 MiB."""
+"""The bounds of a staging buffer. A link reaches full speed with the larger one. Less than the smaller one saves
+nothing, because PyTorch takes small blocks from the device in segments of 2 MiB."""
 
 
 class MemoryKind(Enum):
-    """The memory that a reservation is made in."""
+    """The kind of memory of a reservation."""
 
     ACCELERATOR = "accelerator"
     PINNED = "pinned"
-    """Page-locked host memory."""
     HOST = "host"
-    """Pageable host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +44,16 @@ class Reservation:
 
 
 SIXTEEN_BIT = Widths(param=2, grad=2)
-"""The widths of a 16-bit model whose gradients have its dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
     """The facts about a training run, besides the plan, that the memory of the optimizer depends on.
 
-    ``accumulates``: gradients are accumulated over several micro-batches. ``sums_on_accelerator``: whether their sums
-    are on the accelerator also for units of the CPU; None if the plan decides. ``params_on_host``: DeepSpeed offloads
-    parameters from an accelerator that has its own memory. ``longest_partition_numel`` is the length of the longest
-    partition of one parameter; without it, the buffers for gradients on their way to host memory are left out.
+    ``accumulates``: gradients are accumulated over several micro-batches. ``sums_on_accelerator``: their sums are on
+    the accelerator also for units of the CPU. It defaults to the choice of the plan. ``params_on_host``: DeepSpeed
+    offloads parameters from an accelerator with its own memory. Without ``longest_partition_numel``, there are no
+    staging buffers.
     """
 
     widths: Widths = SIXTEEN_BIT
@@ -67,20 +63,21 @@ class TrainingSetup:
     longest_partition_numel: int | None = None
 
     def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
-        """Return whether sums of gradients of CPU units are on the accelerator; by default, if it updates others."""
+        """Return whether sums of gradients of CPU units are on the accelerator. By default, they are if it updates
+        others."""
         return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
 
 
 DEFAULT_SETUP = TrainingSetup()
-"""A 16-bit model with gradients in its dtype, one micro-batch per step, and its parameters on the accelerator."""
+"""A 16-bit model on the accelerator, with gradients in its dtype and one micro-batch per step."""
 
 
 def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the memory that the runtime reserves once for ``plan``, so that it counts in all phases of training.
+    """Return the memory that the runtime reserves once for ``plan``, for all phases of training.
 
-    It consists of one slab of page-locked memory and, on the accelerator, of the states of resident units, the slots,
-    gradients and buffers. Without accumulation, only the gradients of streamed and resident units are there. Memory
-    that stock takes as well is not included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
+    It consists of the slab and, on the accelerator, of resident states, slots, gradients and buffers. Without
+    accumulation, only the gradients of streamed and resident units are there. Memory that stock also takes is not
+    included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
     """
     on_cpu, streamed, residents = (plan.lengths[placement] for placement in Placement)
     updated = streamed + residents
@@ -91,7 +88,6 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
         *((numel * setup.widths.grad, count) for numel, count in (updated + on_cpu if keeps_sums else updated).items()),
     ]
     if updated and setup.params_on_host:
-        # The parameters that an update on the accelerator works on, before they are copied.
         tensors.append((max(updated) * setup.widths.param, 1))
     return [
         Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
@@ -103,9 +99,9 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
 def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
     """Return the length of each of the ``NUM_STAGING_BUFFERS`` through which gradients are copied, 0 if none are.
 
-    All buffers together are as long as the longest partition of one parameter, within ``STAGING_BUFFER_BYTES`` each,
-    and no buffer is longer than a unit. Stock takes as much: it copies each offloaded gradient back to the accelerator
-    to compute its norm (``stage3.py``, ``partition_grads``), which the runtime computes from the reduced gradient.
+    All buffers together are as long as the longest partition of one parameter. Each is within ``STAGING_BUFFER_BYTES``
+    and not longer than a unit. Stock takes as much memory: it copies each offloaded gradient back to the accelerator
+    for its norm (``stage3.py``, ``partition_grads``).
     """
     smallest, largest = (size_bytes // grad_bytes for size_bytes in STAGING_BUFFER_BYTES)
     longest_unit = max(plan.lengths[Placement.CPU], default=0)
@@ -113,10 +109,8 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
 
 
 def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffers of ``staging_numel``, and those that persistent parameters are published through.
-
-    There are none if the accelerator shares host memory.
-    """
+    """Return the buffers of ``staging_numel``, and those through which persistent parameters are published. There are
+    none if the accelerator shares host memory."""
     shares_host_memory = not setup.widths.publishes and not setup.params_on_host
     if setup.longest_partition_numel is None or shares_host_memory:
         return []
@@ -134,8 +128,8 @@ def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
     """Return the memory that DeepSpeed's own optimizer reserves for ``plan``, which streams nothing.
 
     Resident units are those that Twin-Flow keeps on the accelerator. DeepSpeed reserves fp32 states and gradients
-    (``stage3.py``: ``fp32_partitioned_groups_flat``), and the gradients that it accumulates over micro-batches
-    (``grad_partitions_flat_buffer``). In host memory they are pageable, unless ``offload_optimizer.pin_memory`` is set.
+    (``stage3.py``, ``fp32_partitioned_groups_flat``) and the accumulated gradients (``grad_partitions_flat_buffer``).
+    Host memory is pageable, unless ``offload_optimizer.pin_memory`` is set.
     """
     reservations = [Reservation(kind=MemoryKind.HOST, each_bytes=plan.workload.numel * param_bytes)]
     for placement, numels in plan.lengths.items():
@@ -172,27 +166,27 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that the optimizer of one rank may take; None is unlimited. ``host_bytes`` includes pinned bytes."""
+    """The bytes that the optimizer of one rank may take, None if unlimited. ``host_bytes`` includes pinned bytes."""
 
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
 
     def with_gpu_margin(self, margin_bytes: int, required_bytes: int) -> Budgets:
-        """Return the budgets that leave a margin free, but not of the ``required_bytes`` that rules place there."""
+        """Return the budgets that leave a margin free, but not of the ``required_bytes`` of rules."""
         if self.gpu_bytes is None:
             return self
         return replace(self, gpu_bytes=min(self.gpu_bytes, max(0, required_bytes, self.gpu_bytes - margin_bytes)))
 
     def missing(self, memory: MemoryUse) -> dict[str, int]:
-        """Return, for each budget that ``memory`` exceeds, the excess in bytes; empty if ``memory`` fits."""
+        """Return the excess of ``memory`` in bytes for each budget that it exceeds."""
         limits = {field.name: getattr(self, field.name) for field in fields(self)}
         excess = {name: getattr(memory, name) - limit for name, limit in limits.items() if limit is not None}
         return {name: excess_bytes for name, excess_bytes in excess.items() if excess_bytes > 0}
 
 
 class DoesNotFit(ValueError):
-    """The error if no plan fits. ``missing`` are the bytes, by budget, by which the nearest plan exceeds them."""
+    """The error if no plan fits. ``missing`` contains the excess in bytes of the nearest plan, by budget."""
 
     def __init__(self, missing: dict[str, int], remedy: str = "Use more ranks.") -> None:
         self.missing = missing
@@ -201,18 +195,15 @@ class DoesNotFit(ValueError):
 
 
 def excess_of(missing: dict[str, int]) -> str:
-    """Return in words by how much the memory of each rank exceeds the budgets ``missing``."""
+    """Return in words by how much the memory of each rank exceeds its budgets."""
     return " and ".join(
         f"{name.removesuffix('_bytes')} memory by {size(excess, DIGITS)} per rank" for name, excess in missing.items()
     )
 
 
 def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
-    """Return the most memory that the optimizer needs with ``plan``: see ``reserved_by_the_runtime``.
-
-    GPU memory is that of whole segments of PyTorch's allocator. Staging buffers for gradients are not counted where
-    stock takes as much for the gradients of the longest partition (``staging_numel``).
-    """
+    """Return the most memory that the optimizer needs with ``plan``, in whole segments of PyTorch's allocator. Staging
+    buffers are not counted if stock takes as much for gradients (``staging_numel``)."""
     reserved = reserved_by_the_runtime(plan, setup)
     if staging := staging_buffers(plan, setup):
         taken_bytes = sum(buffer.count * buffer.each_bytes for buffer in staging)
@@ -222,12 +213,9 @@ def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryU
 
 
 def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
-    """Return the bytes that ``CUDACachingAllocator`` takes from the device for ``reservations``.
-
-    Blocks are multiples of 512 B. Blocks up to 1 MiB share segments of 2 MiB, and blocks below 10 MiB share segments of
-    20 MiB. Each larger block has its own segment, a multiple of 2 MiB. A segment holds whole blocks: the allocator
-    takes a new segment when the last one has no space for another block (``c10/cuda/CUDACachingAllocator.cpp``).
-    """
+    """Return the bytes that PyTorch takes from the device (``c10/cuda/CUDACachingAllocator.cpp``). Blocks are multiples
+    of 512 B. Blocks of up to 1 MiB share segments of 2 MiB, and those below 10 MiB share segments of 20 MiB. Each
+    larger block has its own segment, a multiple of 2 MiB. A segment contains whole blocks."""
     taken_bytes = 0
     free_bytes = {2 * MIB: 0, 20 * MIB: 0}
     for tensors in reservations:
@@ -250,7 +238,7 @@ def _round_up(size_bytes: int, multiple: int) -> int:
 
 
 def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
-    """Return one line per placement of the plan, with the bytes of one rank."""
+    """Return one line per placement, with the bytes of one rank."""
     lines = []
     for placement in Placement:
         numel, count, schedule = plan.numel(placement), plan.placements.count(placement), plan.schedule
@@ -268,7 +256,7 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
 
 
 def total_reserved(reservations: Iterable[Reservation]) -> str:
-    """Return the bytes that one rank has reserved, with those that belong to no placement, by kind of memory."""
+    """Return the bytes that one rank has reserved, by kind of memory."""
     taken_bytes = dict.fromkeys(MemoryKind, 0)
     for reservation in reservations:
         taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes

@@ -1,4 +1,4 @@
-"""Model the collectives of ZeRO-3: how long an all-gather or a reduce-scatter takes inside a node and across nodes."""
+"""Model how long an all-gather or a reduce-scatter takes inside a node and across nodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from perf_model.prediction.hardware import HardwareProfile
 class Network:
     """The connections among the ranks of a job, ``ranks_per_node`` of them on each node.
 
-    All rates are bytes per second and rank, while all ranks communicate: inside a node by collective, and across nodes
-    the share of a rank in the connections of its node. A rate that is not known is infinite.
-
-    A collective is a ring through all ranks (NCCL), in which each rank passes on (d - 1) / d of the whole if d ranks
-    take part (arXiv 1909.09756). Copies inside a node and across nodes overlap, so the slower of them counts.
+    Rates are bytes per second and rank, while all ranks communicate. A rate that is unknown is infinite. A collective
+    is a ring through all d ranks (NCCL), in which each rank passes on (d - 1) / d of the whole (arXiv 1909.09756).
+    Copies inside a node and across nodes overlap, so the slower of them counts.
     """
 
     ranks_per_node: int
@@ -31,11 +29,11 @@ class Network:
         return cls(ranks_per_node=ranks_per_node, **{name: profile.get(name) or math.inf for name in names})
 
     def all_gather_s(self, whole_bytes: float, ranks: int) -> float:
-        """Return the seconds in which each of ``ranks`` ranks gathers ``whole_bytes``, of which it holds one part."""
+        """Return the seconds in which each of ``ranks`` ranks gathers ``whole_bytes``, of which it has one part."""
         return self._ring_s(whole_bytes, ranks, self.all_gather_bytes_per_s)
 
     def reduce_scatter_s(self, whole_bytes: float, ranks: int) -> float:
-        """Return the seconds in which ``ranks`` ranks sum ``whole_bytes`` each, and each keeps one part of the sum."""
+        """Return the seconds in which ``ranks`` ranks sum ``whole_bytes``, and each keeps one part of the sum."""
         return self._ring_s(whole_bytes, ranks, self.reduce_scatter_bytes_per_s)
 
     def _ring_s(self, whole_bytes: float, ranks: int, in_node_bytes_per_s: float) -> float:

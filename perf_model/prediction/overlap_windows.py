@@ -11,17 +11,17 @@ from perf_model.schedule.schedule import PUBLISHING
 from perf_model.schedule.workload import Unit, Workload
 
 ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
-"""The kind of action that may start before the norm is known: it reads the states of the previous step alone."""
+"""The kind of action that may start before the norm is known: it reads only the states of the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
     """The seconds of the backward before the update and of the forward after it, which the update does not slow down.
 
-    States may be prefetched in the tail of backward. After forward, a slot may be flushed until the next backward
-    prefetches into it. ``first_use`` names each unit once, in the order in which forward first uses them; it defaults
-    to the order of the indices. Forward uses equally many elements in equal times, and ``Unit.forward_numel`` of them
-    before it needs the next unit. Both windows are 0 if the update has to finish before ``step()`` returns.
+    States may be prefetched at the end of backward. After forward, a slot may be flushed until the next backward
+    prefetches into it. Both windows are 0 if the update has to finish before ``step()`` returns. ``first_use`` is
+    forward's order of units, which defaults to the order of the indices. Forward uses equally many elements in equal
+    times, ``Unit.forward_numel`` of them before it needs the next unit.
     """
 
     backward_s: float = 0.0
@@ -35,11 +35,11 @@ class Windows:
         return tuple(workload.units[index] for index in self.first_use)
 
     def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
-        """Return the seconds of the update by which the iteration grows; ``phases`` gives the same moment by moment.
+        """Return the seconds of the update by which the iteration grows.
 
-        Forward blocks until the parameters that it needs next are updated. Only flushes may be left when it ends, and
-        the next backward overlaps with them. It prefetches into a slot as soon as that is flushed, and prefetches that
-        are late by then expose as much of the next update.
+        Forward blocks until the parameters that it needs next are updated. Only flushes may be in flight when it ends,
+        and the next backward overlaps with them. It prefetches into a slot as soon as the slot is flushed. Prefetches
+        that are late by then expose as much of the next update.
         """
         if self.forward_s == 0.0:
             return timeline.end_s
@@ -51,12 +51,9 @@ class Windows:
         return blocked_s + self._late_prefetches_s(timeline, blocked_s, cost)
 
     def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
-        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked.
-
-        Both share the link in ``backward_s``, and slow each other down until one or the other ends first.
-        """
+        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked. Both
+        share the link in ``backward_s``, and slow each other down until one of them ends."""
         forward_end_s = self.forward_s + blocked_s
-        # The seconds of copies that run alone.
         filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
         flushed_s = max(0.0, timeline.end_s - forward_end_s)
         prefetch, flush = cost.speeds_of_copies
@@ -70,7 +67,7 @@ class Windows:
         return max(late_s)
 
     def phases(self, timeline: Timeline, workload: Workload, cost: CostModel) -> tuple[PhaseSpan, ...]:
-        """Return the phases of the model during the update, up to the wait of the next backward for flushes."""
+        """Return the phases of the model during the update, until the next backward no longer waits for flushes."""
         ready_s, numel = _ready_s(timeline), workload.forward_numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
         for unit in self.in_order_of_use(workload):
@@ -93,12 +90,11 @@ class Windows:
 
 
 def _ready_s(timeline: Timeline) -> dict[int, float]:
-    """Return, by unit, when its parameters are ready for forward."""
     return {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in PUBLISHING}
 
 
 def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
-    """Return when slots are first filled, and when the last flushes of the update before empty them, in order."""
+    """Return when slots are first filled, and when the last flushes of the update before empty them."""
     starts_s: dict[int | None, float] = {}
     ends_s: dict[int | None, float] = {}
     for span in timeline.spans:

@@ -1,11 +1,10 @@
-"""Simulate a schedule event by event: the actions that the executor runs, with the costs of a ``CostModel``.
+"""Simulate a schedule event by event, with the costs of a ``CostModel``.
 
-As in the executor, the host issues all actions ahead of time. An action is *waiting* until the earlier actions of its
-lane have ended and its waits are over. Then it is *running*, at a speed that is recomputed whenever an action starts or
-ends, and finally it has *ended*.
+As in the executor, the host issues all actions ahead of time. An action *waits* until its waits are over and the
+earlier actions of its lane have ended. Then it *runs*, at a speed that is recomputed whenever an action starts or ends.
 
-Second 0 is the moment at which the step is decided. Everything may start from then on; with a window in backward,
-prefetches start earlier, in the tail of backward, by no more than the time that it takes to fill the slots.
+Second 0 is the moment at which the step is decided. With a window in backward, prefetches start earlier, at most by the
+time that it takes to fill the slots.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def simulate(schedule: Schedule, workload: Workload, cost: CostModel, windows: W
 
 
 class Simulator:
-    """A simulator that caches loads and relative speeds, for many simulations with one cost model."""
+    """A simulator that caches loads and relative speeds for many simulations."""
 
     def __init__(self, cost: CostModel, windows: Windows = NO_WINDOWS) -> None:
         self.windows = windows
@@ -48,7 +47,7 @@ class Simulator:
 
 @dataclass(slots=True)
 class _Running:
-    """An action that moves nothing until ``moves_at_s``, and then for ``alone_s`` at the speed of running alone."""
+    """An action that starts to move data at ``moves_at_s``. Running alone, it would take ``alone_s`` from then on."""
 
     position: int
     kind: ActionKind
@@ -57,11 +56,8 @@ class _Running:
 
 
 class _Simulation:
-    """One simulation. Actions are identified by their positions in the schedule.
-
-    ``_waiting`` holds, per lane, the positions that have not started, with the next one last. ``_running`` holds the
-    action that each lane runs. ``_ended_s`` is finite for ended actions.
-    """
+    """One simulation, in which actions are identified by their positions in the schedule. ``_waiting`` contains the
+    positions that have not started, per lane and with the next one last. ``_ended_s`` is finite for ended actions."""
 
     def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
         self._actions = schedule.actions
@@ -97,7 +93,6 @@ class _Simulation:
         return sum(self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.unit]).total_s for action in filling)
 
     def _start(self) -> None:
-        """Start the next action of each free lane, if it may start."""
         for lane, waiting in self._waiting.items():
             if waiting and lane not in self._running and self._may_start(waiting[-1]):
                 position = waiting.pop()
@@ -116,7 +111,6 @@ class _Simulation:
         return True
 
     def _advance(self) -> None:
-        """Advance to the next end of an action or of its latency, or to the moment at which the step is decided."""
         now_s = self._now_s
         then_s = 0.0 if now_s < 0.0 else _NEVER_S
         moving = []

@@ -1,4 +1,4 @@
-"""Define ``Timeline``: when each action of a schedule ran, predicted or measured, and in which phase the model was."""
+"""Define ``Timeline``: the predicted or measured times of the actions of a schedule, and the phases of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perf_model.schedule.action import Action, ActionKind, Lane
 
 @dataclass(frozen=True)
 class Span:
-    """The time of one action, in seconds since the step was decided; negative in backward."""
+    """The time of one action, in seconds since the step was decided. It is negative in backward."""
 
     action: Action
     start_s: float
@@ -22,7 +22,6 @@ class Span:
 
 
 MODEL = "model"
-"""The name of the row above the lanes, which shows the phases of the model."""
 
 
 class Phase(Enum):
@@ -31,12 +30,11 @@ class Phase(Enum):
     BACKWARD = "backward"
     FORWARD = "forward"
     EXPOSED = "exposed update"
-    """The model is blocked and waits for the update."""
 
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """The time of one phase, in seconds since the step was decided, as in ``Span``."""
+    """The time of one phase, in seconds since the step was decided."""
 
     phase: Phase
     start_s: float
@@ -65,7 +63,7 @@ class Timeline:
         return self.busy_s(*Lane)
 
     def hidden_s(self, exposed_s: float) -> float:
-        """Return the seconds of the update that were hidden, given the seconds that were exposed."""
+        """Return the seconds of the update that were hidden, given the exposed ones."""
         return max(0.0, self.active_s - exposed_s)
 
     def busy_s(self, *lanes: Lane) -> float:
@@ -85,7 +83,7 @@ class Timeline:
         return busy_s
 
     def chrome_trace(self, phases: Sequence[PhaseSpan] = ()) -> dict[str, object]:
-        """Return the Trace Event Format of Perfetto, with one thread per lane and one for the model's ``phases``."""
+        """Return the Trace Event Format of Perfetto, with one thread per lane and one for ``phases``."""
         threads = [*([MODEL] if phases else []), *(lane.value for lane in Lane)]
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": thread}}
@@ -104,13 +102,13 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def write_chrome_trace(self, path: Path, phases: Sequence[PhaseSpan] = ()) -> None:
-        """Write ``chrome_trace`` to ``path``, and create its folder. Raise ``OSError`` if that fails."""
+        """Write ``chrome_trace`` to ``path``, and create its folder. Raise ``OSError`` on failure."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.chrome_trace(phases)))
 
     @classmethod
     def from_chrome_trace(cls, trace: Any) -> tuple[Timeline, tuple[PhaseSpan, ...]]:
-        """Return the timeline and the phases of a ``chrome_trace``. Raise ``ValueError`` if ``trace`` is none."""
+        """Return the timeline and the phases of a ``chrome_trace``. Raise ``ValueError`` if it is malformed."""
         spans: list[Span] = []
         phases: list[PhaseSpan] = []
         try:

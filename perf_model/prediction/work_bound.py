@@ -1,4 +1,4 @@
-"""Compute a lower bound of an update: no schedule can finish before its busiest resource has done its work."""
+"""Compute a lower bound of an update: no schedule ends before its busiest resource has done its work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from perf_model.schedule.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A lower bound of the seconds of an update, exposed and hidden; ``binding`` is the resource that is busiest."""
+    """A lower bound of the seconds of an update, exposed and hidden. ``binding`` is the busiest resource."""
 
     seconds: float
     binding: Resource
@@ -22,11 +22,9 @@ class Bound:
 def work_bound(
     workload: Workload, cost: CostModel, gpu_bytes: int | None, setup: TrainingSetup = DEFAULT_SETUP
 ) -> Bound:
-    """Return the least busy time of the busiest resource over all plans that fit in ``gpu_bytes`` (None: unlimited).
-
-    A streamed parameter uses at least as much of each resource as a resident one, so as many are resident as fit next
-    to the gradients. The time is convex in the share that the accelerator updates.
-    """
+    """Return the least busy time of the busiest resource over all plans that fit in ``gpu_bytes``, None if unlimited. A
+    streamed parameter uses at least as much of each resource as a resident one, so as many are resident as fit next to
+    the gradients. The time is convex in the share that the accelerator updates."""
     numel, each_bytes = workload.numel, STAGED_BYTES_PER_PARAM
     busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
     free_bytes, gradients_bytes = float("inf") if gpu_bytes is None else gpu_bytes, setup.widths.grad * numel
@@ -34,7 +32,6 @@ def work_bound(
         free_bytes, gradients_bytes = free_bytes - gradients_bytes, 0
 
     def busy(share: float) -> dict[Resource, float]:
-        """Return the seconds of each resource if the accelerator updates ``share`` of the parameters."""
         resident = min(share, max(0.0, free_bytes - share * gradients_bytes) / (each_bytes * numel))
         shares = {Placement.CPU: 1.0 - share, Placement.STREAMED: share - resident, Placement.RESIDENT: resident}
         return {

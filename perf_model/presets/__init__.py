@@ -1,1 +1,1 @@
-"""Which machines and models can be planned for by name? Presets are not measurements of the user's machine."""
+"""Which machines and models are presets? Their figures are not measurements of the user's machine."""

@@ -1,4 +1,4 @@
-"""Read ``machines.csv``: machines as in specifications and published runs, not measured on the user's machine."""
+"""Read ``machines.csv``, the machines of specifications and published runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TABLE = Path(__file__).with_name("machines.csv")
 
 ``gpu_memory_bytes`` is the memory that the driver reports. ``matmul_flops`` is the rate in training with large
 micro-batches: fitted to published runs (0.49 of the peak on H100, 0.61 on A100), or half of the peak. Links are as
-specified per GPU and direction, ``joint`` is the rate of both directions as a multiple of one, and pageable copies
-reach at most ``pageable_bytes_per_s``. ``peer_link_bytes_per_s`` is empty if GPUs are connected by the links to the
-host alone. ``network_bytes_per_s`` is a GPU's share of the rate between nodes.
+specified, per GPU and direction, and ``joint`` is the rate of both directions as a multiple of one.
+``peer_link_bytes_per_s`` is empty without links among GPUs. ``network_bytes_per_s`` is a GPU's share of the rate
+between nodes.
 """
 
 REACHED_SHARE = 0.8
-"""The share of a specified memory or link bandwidth that copies and Adam are assumed to reach."""
+"""The assumed share of a specified bandwidth that copies and Adam reach."""
 
 HALF_ELEMENTS = 6.6e6
-"""The elements with which forward reaches half of its limit: fitted to published runs on 4xH100."""
+"""The elements with which forward reaches half of its limit, fitted to published runs on 4xH100."""
 
 CORE_PARAMS_PER_S = 0.2e9
-"""The rate of Adam per core that is assumed for every CPU."""
+"""The assumed rate of Adam per core of every CPU."""
 
 _ASSUMED = (
     "host memory and cores of a common server with this GPU, pageable copies, matrix products at 50% of the peak, "
@@ -85,7 +85,6 @@ class MachinePreset:
         # Training reaches ``matmul_flops`` with the rates of single products.
         matrix = MatrixRate(limit_flops_per_s=self.matmul_flops / TRAINING_SHARE, half_elements=HALF_ELEMENTS)
 
-        # CPU Adam is limited by host memory or by the cores.
         cpu_adam, stock_cpu_adam = (
             min(host_bytes_per_s / moved[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)
             for moved in (traffic_by_action(PARAM_BYTES), stock_traffic_by_action(PARAM_BYTES))
@@ -126,7 +125,6 @@ with TABLE.open(encoding="utf-8", newline="") as _file:
     MACHINES: dict[str, MachinePreset] = {row["name"]: MachinePreset.from_row(row) for row in csv.DictReader(_file)}
 
 ALIASES = {"a100-80gb": "a100-pcie4", "h100": "h100-pcie5", "h200": "h200-pcie5"}
-"""Further names of machines in ``MACHINES``."""
 
 
 def find_machine(name: str) -> MachinePreset | None:

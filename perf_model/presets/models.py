@@ -1,4 +1,4 @@
-"""Define the shapes of known models: those of the Deep Optimizer States paper, and a few common ones."""
+"""Define the shapes of the models of the Deep Optimizer States paper, and of a few common ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from perf_model.training_run.decoder import gpt, llama
 from perf_model.training_run.model import ModelShape
 
 _PAPER_VOCAB = 51_200
-"""The vocabulary of GPT-2, padded as Megatron-LM does; the logs of the runs do not print it."""
+"""The vocabulary of GPT-2, padded as in Megatron-LM. The logs of the runs do not contain it."""
 
 
 def paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -> ModelShape:
-    """Return a GPT with the layers, hidden size, heads and number of parameters in the logs of the paper's artifact.
-
-    The feed-forward is as wide as these require. The runs trained Llama-like models, which differ in the cuts and by a
-    few percent in activations; ``benchmarks/published`` cuts their sub-groups.
-    """
+    """Return a GPT with the sizes in the logs of the paper's artifact. The width of the feed-forward follows from them.
+    The runs trained Llama-like models, which differ in the cuts and by a few percent in activations."""
     shape = gpt(name, layers=layers, hidden=hidden, heads=heads, vocab=_PAPER_VOCAB, positions=0)
     missing = (numel - shape.numel) / layers
     width = shape.intermediate + round(missing / (2 * hidden + 1))

@@ -1,4 +1,4 @@
-"""Decide from the schedule alone, by happens-before, whether executing it is safe."""
+"""Decide from a schedule alone, by happens-before, whether it is safe to execute."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
 
 
 def check_next_update(schedule: Schedule, carried: Mapping[str, str]) -> None:
-    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes.
-
-    ``carried`` maps a prefetch to the flush of the update before that it waits for. The next update has the same
-    schedule, and its slots are shifted by ``slot_shift``.
-    """
+    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes. ``carried`` maps a
+    prefetch to the flush of the update before that it waits for. The next update has the same schedule, with slots
+    shifted by ``slot_shift``."""
     by_name = {action.name: action for action in schedule.actions}
     clocks = Clocks()
     for action in schedule.actions:
@@ -53,7 +51,6 @@ def check_next_update(schedule: Schedule, carried: Mapping[str, str]) -> None:
     flush_of, last_out_of = {flush.unit: flush for flush in flushes}, {flush.slot: flush for flush in flushes}
     filled: set[int] = set()
     later = 1 + max((action.unit for action in schedule.actions), default=0)
-    """The number by which units of the next update are renamed."""
     for action in schedule.actions:
         waits = [replace(by_name[name], unit=by_name[name].unit + later).name for name in action.waits]
         waits += [carried[action.name]] if action.name in carried else []

@@ -4,8 +4,8 @@ For example, with units of at most 500 parameters (e: embedding of 700; layers 0
 
     sub-group 0  [eeeeeee|00|11|22|33]    units  [eeee] [eee] [00 11] [22 33]
 
-Persistent parameters, such as norms between matrices, are left out, so that a unit may have several ranges. They are
-the first unit, which alone spans sub-groups: DeepSpeed keeps and checkpoints the states of a sub-group as one tensor.
+Persistent parameters are in the first unit, which may have several ranges and span sub-groups. No other unit spans
+them, because DeepSpeed keeps and checkpoints the states of a sub-group as one tensor.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Partition, Range, Unit, Workload
 
 BORDER_MULTIPLE = 16
-"""Units start at multiples of this many elements: at cache lines of fp32 states, and aligned for the wide loads of the
-GPU kernel. If a layer ends elsewhere, a unit includes a few elements of the next."""
+"""Units start at multiples of this many elements, for cache lines and for wide loads of the GPU kernel."""
 
 PIECE_MULTIPLE = 256
-"""Cuts inside a layer are at multiples of this many elements after the first one."""
 
 SLIVER = 0.05
-"""The largest share of a layer that may share a unit with other layers although the rest of the layer is elsewhere."""
+"""The largest part of a layer that may share a unit with other layers if the rest of the layer is elsewhere."""
 
 WHOLE_SUB_GROUPS = 10**15
 """The unit size with which every sub-group is one unit, unless rules place parts of it differently."""
@@ -37,7 +35,7 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 @lru_cache(maxsize=2**16)
 def layer_of(name: str) -> str:
-    """Return the path up to the first number, as in ``model.layers.3``, or else that of the module."""
+    """Return the path up to the first number, as in ``model.layers.3``, or else the path of the module."""
     match = _LAYER.match(name)
     return name.rpartition(".")[0] or name if match is None else match[1]
 
@@ -49,10 +47,9 @@ def cut_into_units(
 ) -> Workload:
     """Return the units of ``sub_groups``, each of at most ``unit_size`` parameters rounded up to ``PIECE_MULTIPLE``.
 
-    Consecutive whole layers share a unit while they fit, and a longer layer is cut into pieces of equal length. Where
-    the border of a sub-group cuts a layer, each part is a unit of its own, unless it is a ``SLIVER`` or ``unit_size``
-    is ``WHOLE_SUB_GROUPS``. ``placement_of`` maps the name of a parameter to the placement that a rule gives it, or to
-    None. A unit is fixed to it, and ends where it changes. Persistent parameters are on the CPU in any case.
+    Whole layers share a unit while they fit, and a longer layer is cut into equal pieces. If a sub-group ends inside a
+    layer, each part is its own unit, unless it is a ``SLIVER`` or ``unit_size`` is ``WHOLE_SUB_GROUPS``.
+    ``placement_of`` maps the name of a parameter to the placement of a rule or to None. A unit ends where this changes.
     """
     units: list[Unit] = []
     persistent = tuple(chain.from_iterable(_ranges(*group, True) for group in enumerate(sub_groups)))
@@ -78,7 +75,7 @@ def cut_into_units(
 
 
 def partitions_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[tuple[Partition, int]]:
-    """Yield the partitions that are in ``unit``, also in part, and how many elements of each precede the unit."""
+    """Yield each partition in ``unit``, also in part, and how many of its elements precede the unit."""
     for run in unit.ranges:
         begin = 0
         for partition in sub_groups[run.sub_group]:
@@ -88,7 +85,6 @@ def partitions_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iter
 
 
 def _ranges(sub_group: int, partitions: Sequence[Partition], is_persistent: bool) -> list[Range]:
-    """Return the longest runs of parameters that are persistent, or of the others."""
     ranges: list[Range] = []
     begin = 0
     for found, together in groupby(partitions, key=lambda partition: partition.is_persistent):
@@ -100,7 +96,7 @@ def _ranges(sub_group: int, partitions: Sequence[Partition], is_persistent: bool
 
 
 def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
-    """Yield the elements [begin, end) of ``ranges``, counted without the gaps between these."""
+    """Yield the elements [begin, end) of ``ranges``, counted without the gaps between them."""
     for run, after in zip(ranges, accumulate(run.numel for run in ranges), strict=True):
         before = after - run.numel
         first, last = max(begin, before), min(end, after)
@@ -109,11 +105,8 @@ def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
 
 
 def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, int]) -> list[tuple[int, str]]:
-    """Return the lengths and labels of the longest runs of layers up to ``unit_size``.
-
-    A longer layer or a part of a layer is a run of its own. ``whole`` are the lengths of the layers over all
-    sub-groups; a layer that is not in it counts as whole.
-    """
+    """Return the lengths and labels of the longest runs of layers up to ``unit_size``. A part of a layer is its own
+    run."""
     runs: list[tuple[int, str]] = []
     may_join = False
     for layer, of_layer in groupby(partitions, key=lambda partition: layer_of(partition.name)):
@@ -129,7 +122,6 @@ def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, i
 
 
 def _pieces(numel: int, label: str, unit_size: int) -> Iterator[tuple[int, str]]:
-    """Yield the length and the label of each unit of a run."""
     count = -(-numel // unit_size)
     each = -(-numel // (count * PIECE_MULTIPLE)) * PIECE_MULTIPLE
     numels = [min(each, numel - begin) for begin in range(0, numel, each)]

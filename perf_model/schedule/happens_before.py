@@ -1,9 +1,6 @@
-"""Relate the actions of a schedule by happens-before: the order that is required, and the order that is guaranteed.
-
-``CHAINS`` and ``dependencies`` give the required order: an action reads or overwrites memory after others. ``Clocks``
-gives the guaranteed order, by vector clocks with one counter per lane. ``lowering`` adds waits until the guaranteed
-order includes the required one, and ``check`` verifies that it does.
-"""
+"""Relate the actions of a schedule by happens-before: the required order, and the guaranteed order. ``CHAINS`` and
+``dependencies`` give the required order. ``Clocks`` gives the guaranteed order, by vector clocks with one counter per
+lane. ``lowering`` adds waits until the guaranteed order includes the required one."""
 
 from __future__ import annotations
 
@@ -17,15 +14,12 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
     Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_STEP, ActionKind.FLUSH_STATES),
     Placement.RESIDENT: (ActionKind.GPU_STEP,),
 }
-"""The actions of one unit for each placement. Each action reads the output of the action before it."""
+"""The actions of one unit by placement. Each reads the output of the one before."""
 
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
-    """Return, by action name, the actions that must have finished before the action starts.
-
-    These are the predecessor in the chain of the unit and, for a PREFETCH, the FLUSH_STATES of the previous occupant
-    of the slot, which reads the memory. Each unit must have the actions of one chain, in order.
-    """
+    """Return, by action name, the actions that must have finished before the action starts. These are the predecessor
+    in the unit's chain and, for a PREFETCH, the FLUSH_STATES of the previous occupant of its slot."""
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
     occupant: dict[int, Action] = {}
@@ -42,7 +36,7 @@ def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
 
 
 Clock = tuple[int, ...]
-"""The number of actions of each lane that have certainly finished, in the order of ``Lane``."""
+"""The number of actions of each lane that have certainly finished."""
 
 _INDEX = {lane: index for index, lane in enumerate(Lane)}
 
@@ -55,14 +49,14 @@ class Clocks:
         self._lane_clock: dict[Lane, Clock] = dict.fromkeys(Lane, (0,) * len(Lane))
 
     def issue(self, action: Action, start: Clock) -> None:
-        """Record that ``action`` is issued. ``start`` is the result of ``start_clock`` for it and its waits."""
+        """Record that ``action`` is issued, with the result of ``start_clock`` as ``start``."""
         index = _INDEX[action.lane]
         clock = (*start[:index], start[index] + 1, *start[index + 1 :])
         self._finished[action.name] = clock
         self._lane_clock[action.lane] = clock
 
     def start_clock(self, action: Action, waits: Iterable[str] = ()) -> Clock:
-        """Return the clock at which ``action``, issued now with waits for issued actions, would start."""
+        """Return the clock at which ``action``, issued now with ``waits``, would start."""
         clock = self._lane_clock[action.lane]
         for name in waits:
             clock = tuple(map(max, clock, self._finished[name]))

@@ -1,9 +1,6 @@
-"""Lay out one rank's page-locked slab: sub-group by sub-group, with one part for each tensor in host memory.
-
-The layout does not depend on the plan: every unit has a place for its states, gradient and rounded parameters, so that
-a later plan can move it. It is one allocation, because PyTorch's allocator of pinned memory would round each tensor up
-to a power of two (``ATen/core/CachingHostAllocator.h``).
-"""
+"""Lay out one rank's page-locked slab, sub-group by sub-group and tensor by tensor. The layout does not depend on the
+plan, so that a later plan can move any unit. The slab is one allocation, because PyTorch's allocator of pinned memory
+would round each tensor up to a power of two (``ATen/core/CachingHostAllocator.h``)."""
 
 from __future__ import annotations
 
@@ -13,16 +10,13 @@ from dataclasses import dataclass
 from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
 
 ALIGNMENT_BYTES = 64
-"""The size of a cache line: vectors are aligned, and no two tensors share a line."""
+"""The size of a cache line, which no two tensors share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes per element of the parameters and of the gradients: 2, or 4 for fp32.
-
-    ``publishes`` is false if the CPU writes the parameters of the model itself, because the accelerator shares host
-    memory or because DeepSpeed offloads parameters.
-    """
+    """Bytes per element of parameters and gradients. ``publishes`` is false if the CPU writes the parameters of the
+    model itself: if the accelerator shares host memory, or if DeepSpeed offloads parameters."""
 
     param: int
     grad: int
@@ -52,7 +46,7 @@ class SlabTensor:
 
 
 def slab_tensors(workload: Workload, widths: Widths) -> Iterator[SlabTensor]:
-    """Yield the tensors in the slab in order, each aligned to ``ALIGNMENT_BYTES``."""
+    """Yield the tensors in the slab in order."""
     offset_bytes = 0
     for sub_group, numel in enumerate(workload.sub_group_numels):
         for name, width in widths.on_host.items():

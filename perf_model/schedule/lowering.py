@@ -1,4 +1,4 @@
-"""Lower a placement to a schedule: order the units, assign slots, order the actions, and insert the waits."""
+"""Lower a placement to a schedule: order the units, assign slots, order the actions and insert the waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perf_model.schedule.workload import Workload
 
 
 def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int]) -> Schedule:
-    """Return the schedule that executes ``placements``, with the units processed in ``order``."""
+    """Return the schedule that executes ``placements`` in the given order of the units."""
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = min(num_slots, len(streamed))
     return Schedule(
@@ -27,9 +27,8 @@ def forward_order(
 ) -> tuple[int, ...]:
     """Return an order in which forward finds the units of each placement ready in the order of their first use.
 
-    ``first_use`` names every unit once, in the order in which forward uses them; it defaults to the order of the
-    indices. Resident units come first: they are ready immediately. A CPU unit is due when it should be done, and a
-    streamed one when it should be half done, as shares of their placement: so all lanes finish together.
+    ``first_use`` defaults to the order of the indices. Resident units come first. The others are ordered by the share
+    of their placement that is done when a CPU unit is done, or a streamed one half done, so all lanes finish together.
     """
     in_order = list(range(len(placements)) if first_use is None else first_use)
     if (persistent := workload.persistent_unit) is not None:
@@ -50,16 +49,14 @@ def forward_order(
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
-    """Return the slot of each streamed unit: round robin in update order."""
+    """Return the slot of each streamed unit, round robin."""
     return {index: position % num_slots for position, index in enumerate(streamed)}
 
 
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
-    """Return the actions, without waits, in the order in which the host issues them.
-
-    The actions of CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its
-    slot, so that the h2d lane runs ahead by the number of slots.
-    """
+    """Return the actions, without waits, in the order in which the host issues them. CPU units come first, so that the
+    CPU lane is never idle. A prefetch follows the flush that frees its slot, so that the h2d lane runs ahead by the
+    number of slots."""
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
@@ -102,7 +99,6 @@ def serial_schedule(placements: Sequence[Placement]) -> Schedule:
     actions: list[Action] = []
     for unit, placement in enumerate(placements):
         for kind in CHAINS[placement]:
-            # An earlier action of the same lane needs no wait.
             waits = tuple(before.name for before in actions[-1:] if before.lane is not kind.lane)
             actions.append(Action(kind, unit, waits=waits))
     return Schedule(num_slots=0, slot_numel=0, actions=tuple(actions))

@@ -1,4 +1,4 @@
-"""Define ``UpdatePlan``: a placement for each unit, and the number of slots. Place units by simple rules."""
+"""Define ``UpdatePlan``, and place units by simple rules."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 DEFAULT_NUM_SLOTS = 2
-"""The number of slots if neither the config nor the planner chooses: transfers then overlap with updates."""
+"""Two slots let transfers overlap with updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones.
-
-    ``order``, in which the host processes the units, defaults to ``forward_order``. Raise ``ValueError`` unless there
-    is one placement per unit, at least one slot, an order that names each unit once, and a persistent unit on the CPU.
-    """
+    """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones. The host
+    processes the units in ``order``, which defaults to ``forward_order``. Raise ``ValueError`` if placements, slots or
+    order are invalid, or if the persistent unit is not on the CPU."""
 
     workload: Workload
     placements: tuple[Placement, ...]
@@ -46,13 +44,13 @@ class UpdatePlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Return the actions, which are lowered on first use: the planner discards many plans without them."""
+        """Return the actions, lowered on first use, because the planner discards many plans without them."""
         order = self.order or forward_order(self.workload, self.placements)
         return lower(self.workload, self.placements, self.num_slots, order)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash that is equal on two ranks if they execute the same actions on the same runs of elements."""
+        """Return a hash that is equal on two ranks if they execute the same actions on the same elements."""
         borders = " ".join(
             "+".join(f"{run.sub_group}:{run.begin}:{run.end}" for run in unit.ranges) for unit in self.workload.units
         )
@@ -60,7 +58,7 @@ class UpdatePlan:
 
     @cached_property
     def lengths(self) -> Mapping[Placement, Counter[int]]:
-        """Return by placement how many units there are of each length in memory."""
+        """Return by placement the number of units of each length in memory."""
         counts: dict[Placement, Counter[int]] = {placement: Counter() for placement in Placement}
         for unit, placement in zip(self.workload.units, self.placements, strict=True):
             counts[placement][unit.length] += 1
@@ -73,7 +71,7 @@ class UpdatePlan:
 
     @property
     def largest_on_accelerator(self) -> int:
-        """Return the length of the largest unit that is updated on the accelerator, 0 if there is none."""
+        """Return the length of the largest unit that is updated on the accelerator."""
         return max([0, *self.lengths[Placement.STREAMED], *self.lengths[Placement.RESIDENT]])
 
     def __str__(self) -> str:
@@ -96,7 +94,7 @@ def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]
 
 
 def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
-    """Stream every ``stride``-th unit: index i with (i + 1) % stride == 0, without the persistent unit (2410.21316)."""
+    """Stream each unit i with (i + 1) % stride == 0, not counting the persistent one (arXiv 2410.21316)."""
     first = 0 if workload.persistent_unit is None else 1
     return tuple(
         Placement.STREAMED if unit.index >= first and (unit.index - first + 1) % stride == 0 else Placement.CPU

@@ -1,8 +1,5 @@
-"""Define rules that place parameters by name, as in ``"placement": [{"match": "*.experts.*", "states": "cpu"}]``.
-
-The first rule that matches a name counts, and the planner decides the rest. A rule without effect is an error, because
-it is most often a misspelt name.
-"""
+"""Define rules that place parameters by name: ``"placement": [{"match": "*.experts.*", "states": "cpu"}]``. The first
+rule that matches a name counts. A rule without effect is an error, because it is most often a misspelt name."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from perf_model.schedule.cutting import layer_of
 from perf_model.schedule.placement import Placement
 
 States = Literal["cpu", "streamed", "resident", "planned"]
-"""The choices of a rule: a placement, or ``"planned"``, with which the planner chooses it."""
+"""A placement, or ``"planned"`` to let the planner choose."""
 
 _KEYS = ("match", "states")
 _ON_ACCELERATOR = ("gpu", "cuda", "device", "accelerator", "vram", "hbm")
@@ -27,7 +24,7 @@ _EXAMPLE = 'For example: {"match": "lm_head.*", "states": "resident"}.'
 
 
 class RulesError(ValueError):
-    """The error for rules that are invalid or without effect: the key with the rule and the value, and the remedy."""
+    """The error for rules that are invalid or without effect: key, rule, value and remedy."""
 
     def __init__(self, key: str, rule: str, found: str, remedy: str) -> None:
         super().__init__(f"placement{key}: {rule}, found {found}.\n{remedy}")
@@ -35,7 +32,7 @@ class RulesError(ValueError):
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """The states of the parameters whose full names match one of ``match``, case-sensitive patterns of ``fnmatch``."""
+    """The placement of the parameters that match one of ``match``, case-sensitive patterns of ``fnmatch``."""
 
     match: tuple[str, ...]
     states: States
@@ -55,19 +52,19 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Rules in order, of which the first that matches a parameter counts."""
+    """Rules in order. The first one that matches a parameter counts."""
 
     rules: tuple[PlacementRule, ...] = ()
 
     @classmethod
     def from_json(cls, value: object) -> PlacementRules:
-        """Return the rules in a list of JSON objects. Raise ``RulesError`` unless each of them is valid."""
+        """Return the rules in a list of JSON objects. Raise ``RulesError`` if one is invalid."""
         if not isinstance(value, list) or not value:
             raise RulesError("", "must be a list of rules", shorten(value), f"Give a list of objects. {_EXAMPLE}")
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the rules as they are written to JSON."""
+        """Return the rules as JSON."""
         return [
             {"match": rule.match[0] if len(rule.match) == 1 else list(rule.match), "states": rule.states}
             for rule in self.rules
@@ -75,7 +72,7 @@ class PlacementRules:
 
     @property
     def may_plan(self) -> bool:
-        """Return whether the planner would choose a placement, if not for this model, then for one with other names."""
+        """Return whether the planner chooses a placement in this model or in one with other names."""
         return any(rule.placement is None for rule in self.rules) or not any("*" in rule.match for rule in self.rules)
 
     def rule_for(self, name: str) -> PlacementRule | None:
@@ -90,10 +87,8 @@ class PlacementRules:
     def check(
         self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Raise ``RulesError`` if a rule is without effect on a model with these names of parameters.
-
-        ``aliases`` maps each further name of a tied parameter to the first one, which is ``trained`` or ``frozen``.
-        """
+        """Raise ``RulesError`` if a rule has no effect on a model with these names of parameters. ``aliases`` maps each
+        further name of a tied parameter to its first name."""
         for number, rule in enumerate(self.rules):
             key, found = f"[{number}].match", ", ".join(map(repr, rule.match))
             for pattern in rule.match:
@@ -148,7 +143,7 @@ def _matches_nothing(key: str, pattern: str, names: Sequence[str], aliases: Mapp
 
 
 def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
-    """Return a question that names the choice most like ``word``, by its text in ``choices``; empty if none is."""
+    """Return a question that names the choice most like ``word``, by its text in ``choices``, or an empty text."""
     letters = str(word).lower()
     meant = [choice for choice in choices if choice in letters]
     if not meant and "resident" in choices and any(other in letters for other in _ON_ACCELERATOR):
@@ -163,11 +158,9 @@ def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first.
-
-    The nearest share most letters with the pattern, in runs of at least three; of these, the shortest come first. Of
-    names that differ only in numbers, such as those of equal layers, only the first is returned.
-    """
+    """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first. The
+    nearest share most letters with the pattern, in runs of at least three. The shortest come first among these. Names
+    that differ only in numbers count once."""
     candidates: dict[str, str] = {}
     for name in names:
         for text in (name, layer_of(name)):

@@ -10,15 +10,14 @@ from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.workload import FP32_BYTES, STATES
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
-"""The kinds of action that write a unit's 16-bit parameters. Each unit has exactly one such action."""
+"""The kinds of action that write 16-bit parameters. Each unit has exactly one such action."""
 
 STAGED_BYTES_PER_PARAM = len(STATES) * FP32_BYTES
-"""Bytes per parameter that a slot holds: fp32 p, m and v. The gradient is already on the accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The actions in the order of their issue, and the slots, each of ``slot_numel`` parameters."""
+    """The actions in issue order, and the slots, each of ``slot_numel`` parameters."""
 
     num_slots: int
     slot_numel: int
@@ -40,7 +39,7 @@ class Schedule:
 
 
 def format_grid(schedule: Schedule, failing: Action | None = None) -> str:
-    """Return one row per action in issue order, one column per lane; ``failing``, by identity, is marked."""
+    """Return one row per action in issue order and one column per lane, with ``failing`` marked."""
 
     def cell(action: Action) -> str:
         return action.name if action.slot is None else f"{action.name} [{action.slot}]"

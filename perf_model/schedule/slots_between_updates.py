@@ -1,8 +1,8 @@
 """Relate the slots of an update to those of the update before.
 
-Prefetches are issued to slot 0 first, while the last flushes of the update before may still empty the slots. If these
-do not end with the last slot, a prefetch would wait behind one whose slot is flushed later. The runtime therefore
-shifts the slots by ``slot_shift`` after each update: slot 0 is then emptied first. With 5 units and 3 slots of memory::
+Prefetches go to slot 0 first, while the last flushes of the update before may still empty the slots. The runtime shifts
+the slots by ``slot_shift`` after each update, so that slot 0 is emptied first and no prefetch waits behind one whose
+slot is flushed later. With 5 units and 3 slots of memory::
 
     unit                  0  1  2  3  4
     slot, first update    0  1  2  0  1     the last flushes empty 2, 0, 1
@@ -18,11 +18,11 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.schedule import Schedule
 
 MOST_PAIRS = 25_000
-"""The number of pairs of a unit and a slot above which slots are not shifted. The runtime keeps views for each pair."""
+"""The most pairs of a unit and a slot with which slots are shifted. The runtime keeps views for each pair."""
 
 
 def slot_shift(schedule: Schedule) -> int:
-    """Return the slot that is empty first and is the next slot 0; 0 for units with too many pairs (``MOST_PAIRS``)."""
+    """Return the slot that is empty first and becomes slot 0, or 0 if there are more than ``MOST_PAIRS``."""
     if schedule.num_slots == 0:
         return 0
     streamed = sum(action.kind is ActionKind.FLUSH_STATES for action in schedule.actions)
@@ -31,11 +31,8 @@ def slot_shift(schedule: Schedule) -> int:
 
 
 def flushes_before(schedule: Schedule) -> dict[str, str]:
-    """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for.
-
-    A first prefetch into a slot waits for the last flush out of its memory, and each prefetch for the flush of its
-    unit, whose states it reads. Flushes run in order, and so do prefetches: a wait that another implies is left out.
-    """
+    """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for. A prefetch waits
+    for the last flush out of its memory and for the flush of its unit. A wait that another implies is left out."""
     flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
     last_out_of = {flush.slot: number for number, flush in enumerate(flushes)}
     flush_of = {flush.unit: number for number, flush in enumerate(flushes)}

@@ -1,7 +1,7 @@
-"""Find out when forward needs each unit, given the order in which it uses the parameters.
+"""Compute when forward needs each unit, from the order in which it uses the parameters.
 
 Layers that share parameters need all of them in the first pass, and later parameters only after the last one. For
-example, with 5 layers that share a parameter of 100 elements, between an embedding and a head of 100 elements each::
+example, 5 layers share a parameter of 100 elements, between an embedding and a head of 100 elements each::
 
     used           embedding  layer  layer  layer  layer  layer  head
     unit           embedding  layer                              head
@@ -19,11 +19,8 @@ from perf_model.schedule.workload import Partition, Unit, Workload
 
 
 class ParameterUses:
-    """The elements that forward has used before it first needs a unit.
-
-    ``uses`` holds the names of the parameters in the order in which forward uses them, each as often as it does. Names
-    that are not in ``sub_groups``, the partitions of one rank, do not count: those of frozen parameters.
-    """
+    """The elements that forward has used before it first needs a unit. ``uses`` contains the names of the parameters in
+    order of use, once per use. Names that are not in ``sub_groups`` do not count."""
 
     def __init__(self, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> None:
         self._sub_groups = sub_groups
@@ -37,11 +34,11 @@ class ParameterUses:
         self._repeats = len(self._used_before) < len(known)
 
     def first_use(self, workload: Workload) -> tuple[int, ...]:
-        """Return the units in the order in which forward first uses one of their parameters, unused ones last."""
+        """Return the units in the order in which forward first uses them, unused ones last."""
         return tuple(unit.index for unit in sorted(workload.units, key=self._needed_after))
 
     def count(self, workload: Workload) -> Workload:
-        """Return ``workload`` with ``used_numel`` of its units, or as it is if no parameter is used again."""
+        """Return ``workload`` with ``used_numel``, or unchanged if no parameter is used again."""
         if not self._repeats:
             return workload
         in_order = self.first_use(workload)
@@ -52,7 +49,6 @@ class ParameterUses:
         return Workload(tuple(units))
 
     def _needed_after(self, unit: Unit) -> int:
-        """Return the elements that forward has used when it comes to a part of the unit: all if it never does."""
         if unit.is_persistent:
             return 0
         used = [

@@ -1,4 +1,4 @@
-"""Describe the work of one update: the units of one rank, and the optimizer states of each."""
+"""Define the work of one update: the units of one rank, and the optimizer states of each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import cached_property
 from perf_model.schedule.placement import Placement
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
-"""The fp32 tensors that Adam keeps for each parameter: the parameter itself (p) and its two moments (m and v)."""
+"""The fp32 tensors of Adam: the parameter itself (p) and its two moments (m and v)."""
 
 FP32_BYTES = 4
 
 ALIGNMENT = 16
-"""The elements at multiples of which wide loads start. In each memory, a range starts as far after one of them."""
+"""Wide loads start at multiples of this many elements. A range is offset by the same number from one in each memory."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Range:
-    """A run of ``numel`` elements of this rank's partition of a ZeRO-3 sub-group, from element ``begin`` on."""
+    """A run of ``numel`` elements of this rank's partition of a sub-group, from element ``begin`` on."""
 
     sub_group: int
     begin: int
@@ -36,7 +36,7 @@ class Range:
 
     @property
     def end(self) -> int:
-        """Return the position in the sub-group after the last element."""
+        """Return the position after the last element."""
         return self.begin + self.numel
 
 
@@ -44,10 +44,10 @@ class Range:
 class Unit:
     """The piece of the optimizer states that a schedule places and updates: ``ranges``, padding included.
 
-    The ranges belong to one sub-group, except those of the *persistent unit*, which holds all persistent parameters. It
-    is the first unit, the CPU updates it, and ``step()`` waits until it is published. ``label`` names the layers.
-    ``fixed`` is the placement that a rule gives, None if the planner decides. ``used_numel`` are the elements that
-    forward uses from its first use of this unit until its first use of the next one; it defaults to ``numel``.
+    The ranges are in one sub-group, except in the *persistent unit*, the first one, which contains all persistent
+    parameters. The CPU updates it, and ``step()`` waits until it is published. ``fixed`` is the placement of a rule,
+    None if the planner decides. ``used_numel`` is the number of elements that forward uses from its first use of this
+    unit until that of the next. It defaults to ``numel``.
     """
 
     index: int
@@ -64,7 +64,7 @@ class Unit:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Return where each range begins in the memory of the unit on the accelerator, in elements."""
+        """Return where each range begins in the accelerator memory of the unit, in elements."""
         offsets, end = [], 0
         for run in self.ranges:
             offsets.append(end + (run.begin - end) % ALIGNMENT)
@@ -73,12 +73,12 @@ class Unit:
 
     @property
     def length(self) -> int:
-        """Return the elements of that memory: ``numel``, and the gaps before ranges."""
+        """Return the elements of that memory: ``numel`` and the gaps before ranges."""
         return self.offsets[-1] + self.ranges[-1].numel
 
     @property
     def forward_numel(self) -> int:
-        """Return the elements that forward uses before it needs the next unit: its work, in parameters."""
+        """Return the elements that forward uses before it needs the next unit."""
         return self.numel if self.used_numel is None else self.used_numel
 
 
@@ -90,7 +90,7 @@ class Workload:
 
     @classmethod
     def from_numels(cls, numels: Iterable[int]) -> Workload:
-        """Return the workload of sub-groups of these lengths, in parameters, of which each is one unit."""
+        """Return the workload of sub-groups of these lengths, with one unit each."""
         return cls(tuple(Unit(index, (Range(index, 0, numel),)) for index, numel in enumerate(numels)))
 
     @cached_property
@@ -119,7 +119,7 @@ class Workload:
 
 
 def form_sub_groups(partitions: Iterable[Partition], sub_group_size: int) -> list[list[Partition]]:
-    """Return the sub-groups of one param group as DeepSpeed 0.19.8 does (``_create_fp16_sub_groups``)."""
+    """Return the sub-groups of one param group, as in DeepSpeed 0.19.8 (``_create_fp16_sub_groups``)."""
     sub_groups: list[list[Partition]] = []
     numel = sub_group_size
     for partition in partitions:

@@ -1,4 +1,4 @@
-"""Define dense decoders by a few numbers, for the presets and ``--params``. No config and no torch is needed."""
+"""Define dense decoders by a few numbers, without a config and without torch."""
 
 from __future__ import annotations
 
@@ -9,52 +9,45 @@ from typing import Any
 from perf_model.training_run.model import MAX_SIZES, ModelError, ModelShape, ParameterShape, require_integer
 
 MIN_PARAMETERS, MAX_PARAMETERS = 10**8, 10**14
-"""The numbers of parameters of generic models: in smaller ones, the vocabulary decides."""
 
 HEAD_DIM, SMALL_HEAD_DIM, LARGE_HIDDEN = 128, 64, 4096
-"""The head dimension of Llama 3 8B, used from a width of ``LARGE_HIDDEN`` on, and of Llama 3.2 1B."""
+"""The head dimensions of Llama 3 8B, used from a width of ``LARGE_HIDDEN`` on, and of Llama 3.2 1B."""
 
 KV_HEADS = 8
-"""The number of heads is a multiple of it, so that tensor-parallel ranks can divide them."""
+"""The number of heads is a multiple of this, so that tensor-parallel ranks can divide them."""
 
 HIDDEN_PER_LAYER = 128
 """The quotient of width and layers: 128 for Llama 3 8B, 102 for 70B, 130 for 405B."""
 
 LARGE_PARAMETERS = 4 * 10**9
-"""The number of parameters above which the models of Llama 3, Qwen 2.5 and Qwen 3 do not tie their embeddings."""
+"""Llama 3, Qwen 2.5 and Qwen 3 do not tie their embeddings above this number of parameters."""
 
 VOCAB, SMALL_VOCAB = 128_256, 50_304
-"""The vocabularies of Llama 3, and of GPT-2 rounded up: used below 1e9 parameters."""
+"""The vocabularies of Llama 3, and of GPT-2 rounded up, which is used below 1e9 parameters."""
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _OF_GPT = (*_QKV, "o_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm")
-"""The modules with a bias in Qwen 2, and in a GPT."""
 
 
 def llama(name: str, *, qkv_bias: bool = False, **sizes: Any) -> ModelShape:
-    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are those of ``ModelShape``."""
+    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are fields of ``ModelShape``."""
     return _decoder(name, biases=_QKV if qkv_bias else (), **sizes)
 
 
 def gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, intermediate: int | None = None
 ) -> ModelShape:
-    """Return a GPT as in the Megatron-LM paper, with biases and tied embeddings, and with the names of Llama.
-
-    ``positions`` is the number of learned position embeddings, 0 for rotary ones. ``intermediate`` defaults to four
-    times the width.
-    """
+    """Return a GPT as in the Megatron-LM paper, with biases and tied embeddings, and with the names of Llama. There are
+    ``positions`` learned position embeddings, 0 with rotary ones. ``intermediate`` defaults to four times the width."""
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "vocab": vocab}
     sizes |= {"head_dim": hidden // heads, "positions": positions, "intermediate": intermediate or 4 * hidden}
     return _decoder(name, biases=_OF_GPT, tied=True, gated=False, **sizes)
 
 
 def generic_model(numel: int, layers: int | None = None, hidden: int | None = None) -> ModelShape:
-    """Return a dense model like Llama with exactly ``numel`` parameters.
-
-    ``layers`` and ``hidden`` are plausible for this number by default; the width of the feed-forward follows. The last
-    few parameters, which no width divides, are a vector ``model.rest``. Raise ``ModelError`` if no such model exists.
-    """
+    """Return a dense model like Llama with exactly ``numel`` parameters. Raise ``ModelError`` if there is none.
+    ``layers`` and ``hidden`` default to plausible numbers, from which the width of the feed-forward follows. The last
+    few parameters, which no width divides, are a vector ``model.rest``."""
     require_integer("--params", numel, MIN_PARAMETERS, MAX_PARAMETERS, "Correct --params.")
     for key, value in {"layers": layers, "hidden": hidden}.items():
         if value is not None:
@@ -79,7 +72,6 @@ def generic_model(numel: int, layers: int | None = None, hidden: int | None = No
         rule = f"--params: must leave some parameters to the feed-forward, found {found}"
         raise ModelError(f"{rule}.\nCorrect --layers or --hidden.")
     more, rest = divmod(numel - least, layers * 3 * hidden)
-    # Up to 3 * layers further columns: the first layers are wider by one.
     wider_layers, rest = divmod(rest, 3 * hidden)
     source = (
         f"a generic dense model with {layers} layers of width {hidden:,}, feed-forwards of {1 + more:,} and a "
@@ -105,10 +97,8 @@ def _decoder(
     source: str = "",
     **sizes: Any,
 ) -> ModelShape:
-    """Return a decoder. ``biases`` are the modules with a bias, and ``rest`` is the length of a further vector.
-
-    The feed-forward of the first ``wider_layers`` is wider by one. ``tied``: the head uses the table of tokens.
-    """
+    """Return a decoder with biases in the modules ``biases``. The feed-forwards of the first ``wider_layers`` are wider
+    by one. ``tied``: the head uses the table of tokens."""
     layers, hidden, vocab, head_dim = (sizes[key] for key in ("layers", "hidden", "vocab", "head_dim"))
     query, key_value = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
     # Parameters with two widths are multiplied. A table that is only looked up counts as a vector.

@@ -33,23 +33,19 @@ from perf_model.training_run.training_memory import TrainingMemory, reserved_hos
 from perf_model.units import DIGITS, size
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
-"""Bytes per parameter of the partition of a rank without offloading: fp32 p, m, v and the 16-bit gradient."""
+"""Bytes per parameter of a rank's partition: fp32 p, m and v and the 16-bit gradient."""
 
 LIMITS_TO_LIFT = {
     "gpu_bytes": "GPU memory: raise --gpu-memory-gb, or lower --gpu-memory-margin-gb.",
     "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb.",
     "pinned_bytes": "Pinned memory: raise --pinned-memory-gb.",
 }
-"""The options that raise each budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedIteration:
-    """The predicted seconds of one training iteration, over all of its micro-batches.
-
-    ``update_s`` is exposed and hidden time together, ``fixed_s`` is in none of the phases, and ``mfu`` is None if the
-    peak of the GPU is unknown.
-    """
+    """The predicted seconds of one training iteration with all of its micro-batches. ``update_s`` includes exposed and
+    hidden time. ``fixed_s`` is in none of the phases. ``mfu`` is None if the peak is unknown."""
 
     forward_s: float
     backward_s: float
@@ -61,7 +57,7 @@ class PredictedIteration:
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of the iteration: of the update, only the exposed time counts."""
+        """Return the seconds of the iteration, with only the exposed time of the update."""
         return self.forward_s + self.backward_s + self.exposed_update_s + self.fixed_s
 
     @property
@@ -70,13 +66,13 @@ class PredictedIteration:
         return max(0.0, self.update_s - self.exposed_update_s)
 
     def to_json_dict(self) -> dict[str, float | None]:
-        """Return the figures as they are written to JSON."""
+        """Return the figures for JSON."""
         return {**asdict(self), "iteration_s": self.iteration_s}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Infeasible:
-    """An alternative that cannot run, and the reason."""
+    """The reason why an alternative cannot run."""
 
     reason: str
 
@@ -86,10 +82,8 @@ Outcome = PredictedIteration | Infeasible
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank; None is unlimited.
-
-    Only units that rules by name place on the GPU may use ``gpu_margin`` of its memory, as in training.
-    """
+    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank. None is unlimited. As in training, only
+    units that rules place on the GPU may use ``gpu_margin``."""
 
     gpu: int | None
     host: int | None
@@ -99,18 +93,16 @@ class MemoryLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Whether the update may overlap with backward and with the next forward; by default as in training."""
+    """The phases that may overlap with the update."""
 
     backward: bool = True
     forward: bool = True
 
 
 class Forecast:
-    """The predicted iteration of a job on one machine with the best plan, and with the alternatives.
-
-    Whether a plan fits does not depend on ``overlap`` or ``overheads``: slots, residents and gradients take memory in
-    every phase. The windows of the update are the last backward of a step and the first forward of the next one.
-    """
+    """The predicted iteration of a job on one machine with the best plan, and with the alternatives. Whether a plan
+    fits does not depend on ``overlap`` or ``overheads``. The windows of the update are the last backward of a step and
+    the first forward of the next one."""
 
     def __init__(
         self,
@@ -121,11 +113,8 @@ class Forecast:
         unit_sizes: Iterable[int],
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Find the plan that exposes the least time over the unit sizes.
-
-        ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit``, with the
-        remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
-        """
+        """Find the best plan. ``overheads`` are the fixed seconds of the host, which no profile measures. Raise
+        ``DoesNotFit``, with the remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate."""
         self.job, self._profile, self._limits = job, profile, limits
         self._has_gpu = profile.has_accelerator
         self._rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
@@ -149,8 +138,7 @@ class Forecast:
                 left = max(0, left + limits.gpu_margin - self._training.cache_bytes)
             available = Budgets(gpu_bytes=left, host_bytes=host, pinned_bytes=limits.pinned)
         else:
-            # A CPU that trains updates the parameters of the model in place, and not while it trains. The model is also
-            # in host memory, and there is no accelerator to stream to.
+            # A CPU that trains updates the parameters in place, and not while it trains.
             setup = replace(setup, widths=replace(setup.widths, publishes=False))
             self.cost = self.cost.without_accelerator()
             available = Budgets(gpu_bytes=0, host_bytes=left, pinned_bytes=limits.pinned)
@@ -178,7 +166,6 @@ class Forecast:
         self.predicted = self._iteration(self.planned.update_s, self.planned.exposed_s, path)
 
     def _remedy(self, missing: Iterable[str]) -> str:
-        """Return which options raise the budgets ``missing``, and which changes of the job take less memory."""
         limit, training_bytes, alone = self._training_limit, self._bytes_of(self._training), ""
         if limit is not None and limit < training_bytes:
             alone = (
@@ -193,7 +180,6 @@ class Forecast:
         return f"{lifted}\n{alone}Or train with {', '.join(changes[:-1])} or {changes[-1]}."
 
     def _bytes_of(self, training: TrainingMemory) -> int:
-        """Return the bytes of the device that trains, without the optimizer."""
         return training.gpu_bytes if self._has_gpu else training.allocated_bytes
 
     def _iteration(
@@ -217,10 +203,8 @@ class Forecast:
 
     @cached_property
     def baselines(self) -> dict[str, Outcome]:
-        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups.
-
-        Twin-Flow gets as much GPU memory as the plan takes. All of them keep to the ``budgets`` of the plan.
-        """
+        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups. All of them
+        keep to the plan's ``budgets``, and Twin-Flow gets as much GPU memory as the plan takes."""
         workload, no_gpu_adam = self.planned.plan.workload, None
         if Placement.STREAMED not in self.cost.placements:
             lacking = "the profile has no rate of Adam on the accelerator"
@@ -235,11 +219,7 @@ class Forecast:
         }
 
     def _placed(self, placements: tuple[Placement, ...]) -> Outcome:
-        """Return the iteration of our runtime with these placements.
-
-        As with placements of the config, units are updated in the order in which forward first uses them, through the
-        default number of slots, and the sums of gradients of the CPU's units are in host memory if they do not fit.
-        """
+        """Return the iteration of our runtime with these placements, and with the order and slots of training."""
         request, workload = self._of_all_memory, self.planned.plan.workload
         order = forward_order(workload, placements, request.first_use_of(workload))
         plan = UpdatePlan(workload=workload, placements=placements, num_slots=DEFAULT_NUM_SLOTS, order=order)
@@ -251,7 +231,6 @@ class Forecast:
         return self._iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, request.setup))
 
     def _deepspeed(self, residents: int) -> Outcome:
-        """Return the iteration of stock DeepSpeed, or Twin-Flow: the actions run one by one, and nothing is hidden."""
         plan, offload_param = self._plan_of_deepspeed(residents), self.job.offload_param
         reserved = MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))
         if offload_param:
@@ -264,14 +243,13 @@ class Forecast:
         return self._iteration(update_s, update_s, GradientPath.for_stock(plan))
 
     def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
-        """Return the plan in which the first sub-groups are on the GPU (``stage3.py``, ``subgroup_to_device``)."""
+        """Return the plan with the first sub-groups on the GPU (``stage3.py``, ``subgroup_to_device``)."""
         workload = Workload.from_numels(self.planned.plan.workload.sub_group_numels)
         on_cpu = len(workload.units) - residents
         placements = (Placement.RESIDENT,) * residents + (Placement.CPU,) * on_cpu
         return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
     def _residents_of_twin_flow(self) -> int:
-        """Return how many sub-groups Twin-Flow can keep in as much GPU memory as the plan takes."""
 
         def is_too_many(residents: int) -> bool:
             reserved = reserved_by_stock(self._plan_of_deepspeed(residents), PARAM_BYTES)
@@ -290,17 +268,14 @@ class Forecast:
 
     @cached_property
     def no_offload_bytes(self) -> int:
-        """Return the memory per rank of training without offloading, on the device that trains."""
+        """Return the memory per rank without offloading, on the device that trains."""
         training = TrainingMemory(replace(self.job, offload_param=False))
         return self._bytes_of(training) + NO_OFFLOAD_BYTES_PER_PARAM * self.planned.plan.workload.numel
 
     @property
     def memory(self) -> MemoryUse:
-        """Return the peak memory of training: per GPU, and the other bytes per node.
-
-        It includes the model, activations, PyTorch's cache, as far as there is memory for it, and
-        ``reserved_host_bytes`` for everything else.
-        """
+        """Return the peak memory of training: GPU memory per GPU, and host memory per node. It includes the model,
+        activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for it."""
         optimizer, ranks, training_bytes = self.planned.memory, self.job.ranks_on_node, self._bytes_of(self._training)
         gpu_bytes, host_bytes = 0, optimizer.host_bytes + training_bytes
         if self._has_gpu:
@@ -318,12 +293,12 @@ class Forecast:
 
     @property
     def first_use(self) -> tuple[int, ...]:
-        """Return the units of the plan in the order in which forward first uses them."""
+        """Return the units in the order in which forward first uses them."""
         workload = self.planned.plan.workload
         return self.request.first_use_of(workload) or tuple(range(len(workload.units)))
 
     def speed_up(self, outcome: Outcome) -> float | None:
-        """Return how many times as fast as stock an iteration of ``outcome`` is, or None if one of both cannot run."""
+        """Return how many times as fast as stock ``outcome`` is, or None if one of them cannot run."""
         stock = self.baselines["stock"]
         if isinstance(stock, Infeasible) or isinstance(outcome, Infeasible):
             return None
@@ -331,5 +306,4 @@ class Forecast:
 
 
 def _without_sums(request: PlanRequest) -> PlanRequest:
-    """Return ``request`` if the gradients of units that the CPU updates are accumulated in host memory."""
     return replace(request, setup=replace(request.setup, sums_on_accelerator=False))

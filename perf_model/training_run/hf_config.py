@@ -1,8 +1,5 @@
-"""Count the parameters of the model of a Hugging Face ``config.json``: transformers builds it without its weights.
-
-torch and transformers are imported only when a config is read. No code of the model's author is executed, and nothing
-is downloaded.
-"""
+"""Count the parameters of the model of a Hugging Face ``config.json``, which transformers builds without weights. No
+code of the model's author is executed, and nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -31,14 +28,14 @@ _MODEL_CLASSES = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
     ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
 )
-"""The classes that are tried, the first with most parameters: a text model is a part of a model for images and text."""
+"""The first class with most parameters is used: a text model is a part of a model for images and text."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 def read_hf_config(path: Path) -> ModelShape:
-    """Return the shape of the model at ``path``. Raise ``ModelError`` if it is not a config that can be planned for."""
+    """Return the shape of the model at ``path``. Raise ``ModelError`` if it is not a usable config."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -48,7 +45,7 @@ def read_hf_config(path: Path) -> ModelShape:
 
 
 def parse_hf_config(text: str, name: str) -> ModelShape:
-    """Return the shape of the model with the config ``text``. Raise ``ModelError`` as ``read_hf_config``."""
+    """Return the shape of the model with the config ``text``. Raise ``ModelError`` if it is not usable."""
     try:
         values = parse_json(text)
     except ValueError as error:
@@ -74,12 +71,9 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
 
 
 def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
-    """Return the shape of the model that transformers builds. Raise whatever transformers raises.
-
-    Operations are those of a text: encoders for images and sound count as parameters, and no token passes them. Each
-    other matrix is multiplied by each token; of experts, the share that a token is routed to. Sizes that the config
-    does not name are 0.
-    """
+    """Return the shape of the model that transformers builds. Raise whatever transformers raises. Operations are those
+    of a text: encoders for images and sound count only as parameters. Of experts, the share counts that a token is
+    routed to. Sizes that the config does not name are 0."""
     # Models with a backbone would look it up on the hub. transformers reads the variable when it is imported.
     is_set = "HF_HUB_OFFLINE" in os.environ
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -96,7 +90,6 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     text = config.get_text_config()
 
     def size(*keys: str) -> int:
-        """Return the first of these sizes that the config names."""
         found = (getattr(text, key, None) for key in keys)
         return next((value for value in found if type(value) is int and value > 0), 0)
 
@@ -138,10 +131,8 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
 def _parameters_of(
     model: Any, configs: set[type], active: tuple[int, int]
 ) -> tuple[list[ParameterShape], list[tuple[str, str]]]:
-    """Return the parameters of ``model``, and each further name of a tied one with its first name.
-
-    A token passes the modules with a config of the types ``configs``, and of experts the share ``active``.
-    """
+    """Return the parameters of ``model``, and each further name of a tied one with its first name. A token passes the
+    modules with a config of the types ``configs``, and the share ``active`` of experts."""
     import torch
     import transformers
 
@@ -163,14 +154,13 @@ def _parameters_of(
         first_names[id(parameter)] = name
         numel = parameter.numel()
         active_numel = numel * active[0] // active[1] if ".experts." in name else numel
-        # The biases of experts also form a matrix.
         matrix = parameter.dim() >= 2 and not name.endswith("bias")
         found.append(ParameterShape(name, numel, active_numel, matrix and id(parameter) not in not_multiplied))
     return found, tied
 
 
 def _active_width(tensors: list[ParameterShape], hidden: int) -> int:
-    """Return the largest width of a feed-forward that a token passes: of layers with experts, where there are any."""
+    """Return the largest width of a feed-forward that a token passes: of layers with experts, if there are any."""
     widths: dict[str, int] = {}
     for tensor in tensors:
         layer, dot, part = tensor.name.partition(".mlp.")

@@ -1,4 +1,4 @@
-"""Define ``Job``, the parts of a training run that a plan depends on: sub-groups, forward and backward, per rank."""
+"""Define ``Job``, the parts of a training run that a plan depends on."""
 
 from __future__ import annotations
 
@@ -14,25 +14,21 @@ from perf_model.training_run.micro_batch import FORWARD_ALL_REDUCES, PARAM_BYTES
 from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, layer_in, require_integer
 
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
-"""DeepSpeed's default of ``sub_group_size``, in parameters of one rank."""
 
 MAX_REUSE_DISTANCE = 1_000_000_000
-"""DeepSpeed's default of ``stage3_max_reuse_distance``, in parameters: one that is used again after fewer others is not
-released."""
+"""DeepSpeed's default of ``stage3_max_reuse_distance``, within which reused parameters stay gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run with ZeRO-3: each of ``world_size`` ranks trains ``micro_batch`` sequences at a time.
+    """A training run with ZeRO-3. Raise ``ModelError`` for a wrong number, and ``RulesError`` for a rule without
+    effect.
 
-    A sequence has ``sequence`` tokens. ``accumulation`` micro-batches make a step with one update.
-    ``recompute``: activations are recomputed in backward. ``offload_param``: the 16-bit parameters are in host memory
-    and are uploaded for each gather. ``trainable_share`` is the share of the parameters that is trained, evenly in all
-    layers: only they have gradients, states and an update. ``tensor_parallel`` ranks of a node divide the matrices of
-    each layer and train the same sequences (AutoTP). ``attention`` is a key of ``SCORE_BYTES``. ``sub_group_size`` is
-    the key of DeepSpeed's config, in parameters of one rank, and ``rules`` are those of our block.
-
-    Raise ``ModelError`` for an impossible number, and ``RulesError`` for a rule without effect on this model.
+    Each of ``world_size`` ranks trains ``micro_batch`` sequences of ``sequence`` tokens at a time, and ``accumulation``
+    micro-batches per update. ``tensor_parallel`` ranks of a node divide the matrices of each layer and train the same
+    sequences (AutoTP). ``attention`` is a key of ``SCORE_BYTES``. ``recompute``: activations are recomputed in
+    backward. ``offload_param``: the 16-bit parameters are in host memory and are uploaded for each gather.
+    ``trainable_share`` of each layer is trained, and only these parameters have gradients, states and an update.
     """
 
     shape: ModelShape
@@ -69,12 +65,12 @@ class Job:
 
     @cached_property
     def shards(self) -> dict[str, int]:
-        """Return the elements of each parameter that the data-parallel ranks with the same shard partition."""
+        """Return the elements of each parameter that the data-parallel ranks partition."""
         return {name: shard_numel(name, numel, self.tensor_parallel) for name, numel in self.shape.parameters()}
 
     @property
     def shard_numel(self) -> int:
-        """Return the parameters of one tensor-parallel rank, which its data-parallel ranks partition."""
+        """Return the parameters of one tensor-parallel rank."""
         return sum(self.shards.values())
 
     @property
@@ -97,24 +93,19 @@ class Job:
 
     @cached_property
     def sub_groups(self) -> list[list[Partition]]:
-        """Return ``partitions`` by DeepSpeed's sub-groups.
-
-        As in Hugging Face's Trainer, norms and biases form a param group of their own, without weight decay.
-        """
+        """Return ``partitions`` by DeepSpeed's sub-groups. As in Hugging Face's Trainer, norms and biases form their
+        own param group, without weight decay."""
         groups = [[part for part in self.partitions if has_weight_decay(part.name) is decay] for decay in (True, False)]
         return [sub_group for group in groups for sub_group in form_sub_groups(group, self.sub_group_size)]
 
     def workload(self, unit_size: int) -> Workload:
-        """Return the units of one rank, of at most ``unit_size`` parameters each."""
+        """Return the units of one rank, of at most ``unit_size`` parameters."""
         return cut_into_units(self.sub_groups, unit_size, self.rules.placement_of)
 
     @property
     def setup(self) -> TrainingSetup:
-        """Return the facts that the memory of the optimizer depends on besides the plan, if an accelerator trains.
-
-        With offloaded parameters, the runtime has no buffer of rounded ones. It is counted all the same, for the
-        trained parameters, which take as much page-locked memory.
-        """
+        """Return the facts about the optimizer's memory if an accelerator trains. With offloaded parameters, the buffer
+        of rounded ones stands for the trained parameters, which take as much pinned memory."""
         return TrainingSetup(
             longest_partition_numel=max(partition.numel for partition in self.partitions),
             accumulates=self.accumulation > 1,
@@ -129,7 +120,7 @@ class Job:
 
     @property
     def data_parallel(self) -> int:
-        """Return the number of ranks that train different sequences and partition the same parameters."""
+        """Return the number of ranks that partition the same parameters."""
         return self.world_size // self.tensor_parallel
 
     @property
@@ -179,10 +170,7 @@ class Job:
 
 
 def shard_numel(name: str, numel: int, tensor_parallel: int) -> int:
-    """Return the elements of the parameter ``name``, of ``numel`` elements, that a tensor-parallel rank holds.
-
-    AutoTP divides the matrices of layers. Under ``zero.Init``, as with Hugging Face ``Trainer``, embeddings are
-    partitioned over all ranks, which comes to the same; without it, a rank holds ``tensor_parallel`` times as much of
-    them as is counted. Norms and biases, which are small, count as whole.
-    """
+    """Return the elements of the parameter ``name`` that a tensor-parallel rank holds. AutoTP divides the matrices of
+    layers, and ``zero.Init`` partitions embeddings over all ranks, which comes to the same. Without it, a rank holds
+    ``tensor_parallel`` times as much of the embeddings. Norms and biases count as whole."""
     return -(-numel // tensor_parallel) if has_weight_decay(name) else numel

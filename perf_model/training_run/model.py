@@ -1,9 +1,6 @@
-"""Define ``ModelShape``: the parameters of a transformer, which determine its memory and its arithmetic.
-
-Floating-point operations are counted as in Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4), generalised
-to any list of matrices. Attention counts all tokens of the sequence, also where a model has a sliding window:
-``scaled_dot_product_attention`` of PyTorch, the default of transformers, also computes the products outside the window.
-"""
+"""Define ``ModelShape``, the parameters of a transformer, which determine its memory and its arithmetic. Operations are
+counted as in Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4). Attention counts all tokens, also with a
+sliding window, because PyTorch's ``scaled_dot_product_attention`` computes them all."""
 
 from __future__ import annotations
 
@@ -16,20 +13,16 @@ from perf_model.json_input import shorten
 from perf_model.units import billions
 
 MAX_SIZES = {"layers": 2_000, "hidden": 10**6, "vocab": 10**8}
-"""More than any model has. Typos are rejected, because planning for them would take hours."""
+"""Larger values are typos, and planning for them would take hours."""
 
 
 class ModelError(ValueError):
-    """A model or a job that cannot be planned for: the rule, the value found, the remedy."""
+    """A model or a job that cannot be planned for: the rule, the value found and the remedy."""
 
 
 class ParameterShape(NamedTuple):
-    """A parameter of a model.
-
-    ``active_numel`` are the elements that a token uses: of the weights of routed experts, those of the experts that the
-    token is routed to. ``multiplied``: the parameter is a matrix that each token is multiplied by, and no bias, norm or
-    table that is looked up.
-    """
+    """A parameter of a model. ``active_numel`` are the elements that a token uses, which matters for routed experts.
+    ``multiplied``: the parameter is a matrix that each token is multiplied by, and not a bias, norm or table."""
 
     name: str
     numel: int
@@ -46,14 +39,14 @@ class SharedLayers:
     every: int
 
     def source(self, name: str) -> str:
-        """Return the name of the parameter that is used in the place of ``name``."""
+        """Return the name of the parameter that is used for ``name``."""
         layer = layer_in(self.path, name)
         if layer is None:
             return name
         return f"{self.path}.{layer % self.every}{name.removeprefix(f'{self.path}.{layer}')}"
 
     def uses_of(self, name: str) -> int:
-        """Return how many layers use the parameter ``name``: one for a parameter outside of the layers."""
+        """Return how many layers use the parameter ``name``, 1 for one outside of the layers."""
         layer = layer_in(self.path, name)
         return 1 if layer is None else len(range(layer, self.count, self.every))
 
@@ -62,11 +55,10 @@ class SharedLayers:
 class ModelShape:
     """The parameters of a transformer, in the order in which its modules register them.
 
-    ``intermediate`` is the width of the feed-forward that a token passes, over all experts that it is routed to.
-    ``heads``, ``kv_heads``, ``head_dim`` and ``intermediate`` are 0 if they are unknown. ``scores_width`` is the sum of
-    the widths of queries and values over heads and layers. ``tied`` pairs each further name of a tied parameter with
-    its name in ``tensors``. A parameter that ``shared`` layers use is in ``tensors`` once, and ``layers`` counts all of
-    them. ``source`` is the origin of the figures.
+    ``intermediate`` is the width of the feed-forward that a token passes, over all of its experts. Sizes that are
+    unknown are 0. ``scores_width`` is the sum of the widths of queries and values over heads and layers. ``tied`` pairs
+    each further name of a tied parameter with its name in ``tensors``. ``tensors`` contains a parameter of ``shared``
+    layers once, and ``layers`` counts them all.
     """
 
     name: str
@@ -84,10 +76,8 @@ class ModelShape:
     shared: SharedLayers | None = None
 
     def share_layers(self, path: str, every: int) -> ModelShape:
-        """Return the model in which layer ``i`` of the list ``path`` has the parameters of layer ``i % every``.
-
-        Raise ``ModelError`` if there is no such list, or if the layers that would share parameters are not equal.
-        """
+        """Return the model in which layer ``i`` of the list ``path`` has the parameters of layer ``i % every``. Raise
+        ``ModelError`` if there is no such list, or if these layers are not equal."""
         count = len({layer_in(path, tensor.name) for tensor in self.tensors} - {None})
         if count == 0:
             found = (re.match(r"(.*?)\.\d+\.", tensor.name) for tensor in self.tensors)
@@ -112,7 +102,7 @@ class ModelShape:
         )
 
     def parameters(self) -> list[tuple[str, int]]:
-        """Return the name and the number of elements of each parameter, in the order of the model."""
+        """Return the name and the number of elements of each parameter."""
         return [(tensor.name, tensor.numel) for tensor in self.tensors]
 
     @property
@@ -122,10 +112,8 @@ class ModelShape:
         return f"{self.name} ({billions(self.numel)} parameters{active})"
 
     def first_use(self) -> list[str]:
-        """Return the names of the parameters in the order in which forward first uses them.
-
-        Parameters outside of layers, and modules of a layer that are unknown, stay where they are registered.
-        """
+        """Return the names of the parameters in the order in which forward first uses them. Parameters outside of
+        layers and in unknown modules stay where they are registered."""
         positions: dict[str, tuple[int, int]] = {}
         first_of_layer: dict[int, int] = {}
         for index, tensor in enumerate(self.tensors):
@@ -138,10 +126,7 @@ class ModelShape:
         return sorted(positions, key=lambda name: positions[name])
 
     def uses(self) -> list[str]:
-        """Return the names of the parameters in the order in which forward uses them, for each use.
-
-        Tied parameters are used last, by the head.
-        """
+        """Return the names of the parameters in the order in which forward uses them, once per use."""
         uses, shared = self.first_use(), self.shared
         if shared is not None:
             layers = {name: layer for name in uses if (layer := layer_in(shared.path, name)) is not None}
@@ -158,20 +143,17 @@ class ModelShape:
 
     @cached_property
     def active_numel(self) -> int:
-        """Return the number of parameters that a token uses: fewer than ``numel`` if the model has routed experts."""
+        """Return the number of parameters that a token uses, fewer than ``numel`` with routed experts."""
         return sum(tensor.active_numel for tensor in self.tensors)
 
     @cached_property
     def multiplied_numel(self) -> int:
-        """Return the number of elements of the matrices that a token is multiplied by, for each use of a matrix."""
+        """Return the elements of the matrices that a token is multiplied by, once per use."""
         uses_of = (lambda name: 1) if self.shared is None else self.shared.uses_of
         return sum(tensor.active_numel * uses_of(tensor.name) for tensor in self.tensors if tensor.multiplied)
 
     def forward_flops(self, batch: int, sequence: int) -> float:
-        """Return the multiplications and additions of all matrix products for ``batch`` sequences in forward.
-
-        Of a mixture of experts, the products with the experts that a token is routed to count.
-        """
+        """Return the operations of all matrix products in forward for ``batch`` sequences."""
         return 2.0 * batch * sequence * (self.multiplied_numel + sequence * self.scores_width)
 
     def iteration_flops(self, batch: int, sequence: int, recompute: bool) -> float:
@@ -182,7 +164,6 @@ class ModelShape:
 
 
 LAST_PRODUCTS = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
-"""Parts of the names of the matrices at the end of a feed-forward."""
 
 _LAYER = re.compile(r".*?\.(?:layers|h)\.([0-9]+)\.([^.]+)")
 
@@ -202,13 +183,13 @@ _MODULES_IN_FORWARD = (
 
 
 def layer_and_module(name: str) -> tuple[int, str] | None:
-    """Return the number of the layer that has the parameter ``name``, and the module in it; None outside of layers."""
+    """Return the number of the layer with the parameter ``name`` and its module, None outside of layers."""
     found = _LAYER.match(name)
     return None if found is None else (int(found[1]), found[2])
 
 
 def layer_in(path: str, name: str) -> int | None:
-    """Return the number of the layer in the list ``path`` that has the parameter ``name``; None outside of the list."""
+    """Return the number of the layer in the list ``path`` with the parameter ``name``, None outside of the list."""
     found = re.match(rf"{re.escape(path)}\.([0-9]+)\.", name)
     return None if found is None else int(found[1])
 
@@ -217,10 +198,8 @@ _WITHOUT_WEIGHT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)
 
 
 def has_weight_decay(name: str) -> bool:
-    """Return whether Hugging Face's Trainer gives weight decay to a parameter (``get_decay_parameter_names``).
-
-    Norms and biases have none. The Trainer recognises most norms by name, and those of GPT-2 by their type.
-    """
+    """Return whether Hugging Face's Trainer gives weight decay to a parameter (``get_decay_parameter_names``). Norms
+    and biases have none."""
     return _WITHOUT_WEIGHT_DECAY.search(name.lower()) is None
 
 

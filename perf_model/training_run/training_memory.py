@@ -1,8 +1,5 @@
-"""Compute the memory that training takes without the optimizer: parameters, buckets, gradients and activations.
-
-DeepSpeed's sizes are read from ``runtime/zero/stage3.py``, ``partition_parameters.py`` and
-``partitioned_param_coordinator.py``, and activations from Hugging Face's Llama. Parameters and gradients are in bf16.
-"""
+"""Compute the memory that training takes without the optimizer. Sources are DeepSpeed's ``runtime/zero/stage3.py``,
+``partition_parameters.py`` and ``partitioned_param_coordinator.py``, and Hugging Face's Llama."""
 
 from __future__ import annotations
 
@@ -14,61 +11,54 @@ from perf_model.training_run.micro_batch import PARAM_BYTES
 from perf_model.training_run.model import LAST_PRODUCTS, layer_and_module, layer_in
 
 CONTEXT_BYTES = 1_650_000_000
-"""GPU memory that the driver, CUDA and the libraries of one process take outside PyTorch's allocator. The driver
-reported it in a published run on one A100 (``act-output-13B-monitor-mem-single-GPU`` of
-github.com/mauryaavinash95/deep-optimizer-states-results), 0.6 GB of it before the process started."""
+"""GPU memory of one process outside PyTorch's allocator, as the driver reported in a published run on one A100
+(``act-output-13B-monitor-mem-single-GPU`` of github.com/mauryaavinash95/deep-optimizer-states-results)."""
 
 COMMUNICATION_BYTES = 2_640_000_000
-"""GPU memory that NCCL takes in addition where several ranks train: the driver reported 4.29 GB outside PyTorch's
-allocator in the published runs on four H100s (``act-output-20B-scale-twinflow``)."""
+"""GPU memory of NCCL: the driver reported 4.29 GB outside PyTorch's allocator in the published runs on four H100s
+(``act-output-20B-scale-twinflow``)."""
 
 WORKSPACE_BYTES = 400_000_000
-"""GPU memory of workspaces for matrix products and of tables for masks and positions. The published runs had 0.14 to
-0.50 GiB allocated before forward besides partitions, the bucket and the logits of the last iteration."""
+"""GPU memory of workspaces and tables. The published runs had 0.14 to 0.50 GiB allocated before forward besides
+partitions, bucket and logits."""
 
 CACHE_SHARE = 1.75
-"""The bytes that PyTorch's cache holds at the peak, as a multiple of gathered parameters and gradients in flight.
-Memory is reused on the stream that freed it, and not before the others of DeepSpeed's three streams have finished with
-it. ``tests/model/test_training_memory.py`` compares the sum with all published peaks."""
+"""The bytes of PyTorch's cache at the peak, as a multiple of gathered parameters and gradients in flight. Memory is
+reused on the stream that freed it, and only after DeepSpeed's other two streams have finished with it."""
 
 NORM_BYTES, NORM_CHUNK = 8, 250_000_000
-"""DeepSpeed computes the norm of a partition in fp64, in chunks of so many elements (``_constant_buffered_norm2``)."""
+"""DeepSpeed computes norms in fp64, in chunks of so many elements (``_constant_buffered_norm2``)."""
 
 SYSTEM_BYTES, RANK_BYTES = 7_300_000_000, 6_650_000_000
-"""Host memory of the operating system, and of each process that trains on a GPU: Python, CUDA, page-locked pools and
-data loader. The published logs have 13.0 GiB in use with one rank (``act-output-13B-scale-gaps-scale-DP``) and 31.6 GiB
-with four (``act-output-20B-scale-twinflow``) before the optimizer takes any."""
+"""Host memory of the system, and of a process that trains on a GPU. Published logs have 13.0 GiB in use with one rank
+(``act-output-13B-scale-gaps-scale-DP``) and 31.6 GiB with four (``act-output-20B-scale-twinflow``)."""
 
 CPU_RANK_BYTES = 500_000_000
-"""Host memory of a process that trains on the CPU: measured after the import of DeepSpeed and Transformers."""
+"""Host memory of a process that trains on the CPU, measured after importing DeepSpeed and Transformers."""
 
 SCORE_BYTES: dict[str, tuple[int, int]] = {"flash": (0, 0), "fused_softmax": (2, 4), "eager": (6, 12)}
-"""Bytes per attention score that a layer keeps for backward, and that exist while backward computes its gradient.
-``eager`` is the attention of Transformers without a fused kernel, whose softmax is in fp32, and ``fused_softmax`` the
-one of Megatron-LM without flash attention."""
+"""Bytes per attention score that a layer keeps for backward, and at the peak of backward. ``eager`` is the attention of
+Transformers with softmax in fp32, and ``fused_softmax`` is Megatron-LM's without flash attention."""
 
 LOGIT_BYTES, LOGIT_GRADIENT_BYTES = 14, 4
-"""Bytes per logit in the backward of the loss (``transformers/loss/loss_utils.py``): the logarithm of the softmax, its
-gradient and that of the logits in fp32, and the logits in bf16, while the caller has the outputs of the model. When the
-gradient of the head's weight exists, the logits and their gradient are left, in bf16."""
+"""Bytes per logit in the backward of the loss (``transformers/loss/loss_utils.py``): three fp32 tensors and one in
+bf16. When the gradient of the head's weight exists, the logits and their gradient are left, in bf16."""
 
 BEFORE_FEED_FORWARD = ("input_layernorm", "self_attn", "attention", "attn", "ln_1")
 TABLES = ("embed", "wte", "wpe")
 NORM_BIASES = ("norm.bias", "layernorm.bias", "ln_1.bias", "ln_f.bias", "layer_norm.bias")
-"""Parts of the names of parameters before the feed-forward, of tables, and of the biases that only LayerNorm has."""
+"""Parts of names of parameters: before the feed-forward, of tables, and of the biases that only LayerNorm has."""
 
 
 def reserved_host_bytes(ranks: int, *, has_gpu: bool) -> int:
-    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes.
-
-    Weights that are loaded at start are not counted: they are on the GPU before the optimizer takes host memory.
-    """
+    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes. Weights that are loaded at
+    start are on the GPU before the optimizer takes host memory, and are not counted."""
     return SYSTEM_BYTES + RANK_BYTES * ranks if has_gpu else CPU_RANK_BYTES * ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroSizes:
-    """The sizes in DeepSpeed's config, in parameters of the whole model; by default its defaults."""
+    """The sizes in DeepSpeed's config with their defaults, in parameters of the whole model."""
 
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
@@ -83,9 +73,8 @@ DEFAULT_SIZES = ZeroSizes()
 class TrainingMemory:
     """The GPU memory of one rank of ``job`` without the optimizer's states.
 
-    Gradients that are accumulated on the GPU, or kept there for an update, belong to the plan. With recomputation,
-    backward has all activations of one layer, and only the inputs of the layers that it has not reached; otherwise it
-    has all activations of those. Tensor-parallel ranks divide the heads and the width of the feed-forward (arXiv
+    Gradients that stay on the GPU belong to the plan. With recomputation, backward has all activations of one layer,
+    and only the inputs of the layers before. Tensor-parallel ranks divide the heads and the feed-forward (arXiv
     2205.05198, section 4.2.1), and each has all logits, which AutoTP gathers.
     """
 
@@ -94,20 +83,17 @@ class TrainingMemory:
 
     @property
     def gpu_bytes(self) -> int:
-        """Return the bytes without which training fails: of the framework, and those allocated at the peak."""
+        """Return the bytes without which training fails."""
         return self.context_bytes + self.allocated_bytes
 
     @property
     def context_bytes(self) -> int:
-        """Return the bytes that the framework takes: outside PyTorch's allocator, and for its workspaces."""
+        """Return the bytes of the framework, outside PyTorch's allocator and for its workspaces."""
         return CONTEXT_BYTES + WORKSPACE_BYTES + (COMMUNICATION_BYTES if self.job.world_size > 1 else 0)
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes that PyTorch's cache holds at the peak in addition.
-
-        They are not needed: if an allocation fails, PyTorch frees them and tries again, which takes time.
-        """
+        """Return the bytes of PyTorch's cache at the peak. It frees them if an allocation fails, which takes time."""
         return round(CACHE_SHARE * (self.gathered_bytes + max(gradients for _, gradients in self.moments)))
 
     @cached_property
@@ -125,17 +111,14 @@ class TrainingMemory:
 
     @property
     def bucket_bytes(self) -> int:
-        """Return the bytes of the bucket that gradients are copied to, which has its full size for every model."""
+        """Return the bytes of the bucket of gradients, which has its full size for every model."""
         return PARAM_BYTES * self.sizes.reduce_bucket
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of gathered parameters, and of the buffer of one gather of several parameters.
-
-        Gathers run ahead until ``max_live`` parameters are live. If a layer has more, the one in use and the next one
-        are gathered beyond that limit. Several small parameters are gathered together, and copied out of the buffer
-        when the first of them is used. A single rank uses its partitions, unless they are in host memory.
-        """
+        """Return the bytes of gathered parameters, and of the buffer of one gather of several parameters. Gathers run
+        ahead until ``max_live`` parameters are live, but the layer in use and the next one are always gathered. A
+        single rank uses its partitions, unless they are in host memory."""
         if self.job.data_parallel == 1 and not self.job.offload_param:
             return 0
         shards, sizes = self.job.shards, self.sizes
@@ -150,9 +133,9 @@ class TrainingMemory:
     def moments(self) -> list[tuple[int, int]]:
         """Return the bytes of activations and of gradients whenever backward has computed a parameter's gradient.
 
-        The gradient is copied to the bucket. If the bucket has no space for it, its gradients are reduced before:
-        they are copied to a flat buffer (``reduce_scatter_coalesced``), unless there is one only. With an offloaded
-        optimizer, the largest partition is then copied back from the host, and to fp64 for its norm.
+        If the bucket has no space for it, the gradients in the bucket are reduced first. If there are several, they are
+        copied to a flat buffer (``reduce_scatter_coalesced``). With an offloaded optimizer, the largest partition is
+        then copied back from the host, and to fp64 for its norm.
         """
         job, shared = self.job, self.job.shape.shared
         moments, filled, largest, count = [], 0, 0, 0
@@ -181,7 +164,7 @@ class TrainingMemory:
 
     @property
     def activation_bytes(self) -> int:
-        """Return the peak of the activations: in the backward of the loss, or of a part of the last layer."""
+        """Return the peak of the activations: in the backward of the loss or of the last layer."""
         layers = self.job.shape.layers
         in_loss = self.kept_bytes(layers) + self.logits_bytes + (self._norm_bytes + 2) * self._elements
         return max(in_loss, self.in_feed_forward(layers - 1), self.in_attention(layers - 1))
@@ -202,16 +185,15 @@ class TrainingMemory:
         return LOGIT_BYTES * self._tokens * self.job.shape.vocab
 
     def in_feed_forward(self, layer: int) -> int:
-        """Return the most activations in the backward of a layer's feed-forward: with the gradients of all products."""
+        """Return the most activations in the backward of a layer's feed-forward."""
         return self._kept_before(layer) + self.layer_bytes + self._product_bytes + 4 * self._elements
 
     def in_attention(self, layer: int) -> int:
-        """Return the activations in the backward of a layer's attention, when its feed-forward has freed its own."""
+        """Return the activations in the backward of attention, when the feed-forward has freed its own."""
         _, peak = SCORE_BYTES[self.job.attention]
         return self._kept_before(layer) + self._attention_bytes(peak) + 4 * self._elements
 
     def _at_gradient(self, name: str) -> int:
-        """Return the activations when backward has the gradient of the parameter ``name``."""
         if (found := layer_and_module(name)) is None:
             logits_bytes = LOGIT_GRADIENT_BYTES * self._tokens * self.job.shape.vocab
             is_table = any(part in name for part in TABLES)
@@ -226,7 +208,6 @@ class TrainingMemory:
         return self.in_feed_forward(layer) - 2 * self._product_bytes
 
     def _kept_before(self, layer: int) -> int:
-        """Return the bytes of the layers before ``layer``, and of its own input if it was computed again."""
         return self.kept_bytes(layer + 1 if self.job.recompute else layer)
 
     @property
@@ -239,17 +220,13 @@ class TrainingMemory:
 
     @cached_property
     def _norm_bytes(self) -> int:
-        """Return the bytes per element that a norm keeps: LayerNorm its input and its output.
-
-        RMSNorm keeps its input in fp32, and its output before and after the multiplication by the weight.
-        """
+        """Return the bytes per element that a norm keeps. LayerNorm keeps its input and its output. RMSNorm keeps its
+        input in fp32, and its output before and after the weight."""
         return 4 if any(tensor.name.endswith(NORM_BIASES) for tensor in self.job.shape.tensors) else 8
 
     def _attention_bytes(self, score_bytes: int) -> int:
-        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score.
-
-        Without a flash kernel, keys and values are repeated for each head of the query.
-        """
+        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score. Without a flash
+        kernel, keys and values are repeated for each head of the query."""
         shape = self.job.shape
         key_value_heads = shape.kv_heads if self.job.attention == "flash" else shape.heads
         # The widths of a model that was only counted are unknown: they are assumed to be those of a GPT.
@@ -259,12 +236,10 @@ class TrainingMemory:
 
     @cached_property
     def _products(self) -> int:
-        """Return 2 if the feed-forward multiplies its input with a gate, by a matrix of its own or a fused one."""
         names = (tensor.name for tensor in self.job.shape.tensors)
         return 2 if any("gate_proj" in name or "gate_up" in name for name in names) else 1
 
     @cached_property
     def _product_bytes(self) -> int:
-        """Return the bytes of gate and up, or of up. A layer keeps as many of the activated gate and the product."""
         width = self.job.shape.intermediate or 4 * self.job.shape.hidden
         return 2 * self._tokens * self._products * -(-width // self.job.tensor_parallel)

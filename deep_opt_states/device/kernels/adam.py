@@ -13,15 +13,12 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 """The fp32 tensors of ``AdamTensors`` that an update reads and writes."""
 
 DEFAULT_BETAS = (0.9, 0.999)
-"""The default betas of PyTorch and DeepSpeed, with which probes and benchmarks update."""
+"""The default betas of PyTorch and DeepSpeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamStep:
-    """The hyperparameters of one sub-group's update.
-
-    ``step`` counts from 1. The gradient is multiplied by ``grad_scale`` before it is used.
-    """
+    """The hyperparameters of one sub-group's update, whose gradient is multiplied by ``grad_scale``."""
 
     step: int
     lr: float
@@ -43,7 +40,7 @@ class ElementRange:
 
     @classmethod
     def whole(cls, numel: int) -> ElementRange:
-        """Return the range of all elements of a sub-group of ``numel`` elements."""
+        """Return the range of all elements of a sub-group."""
         return cls(begin=0, end=numel, sub_group_numel=numel)
 
     def __post_init__(self) -> None:
@@ -51,21 +48,20 @@ class ElementRange:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements in the range."""
         return self.end - self.begin
 
     def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the view of this range, of shape [numel], of ``tensor``, which starts at element ``first``."""
-        # A schedule makes many views per action. Most of the time to issue is saved if a whole tensor needs no view.
+        # A schedule makes many views per action, which take most of the time to issue. A whole tensor needs none.
         return tensor if self.numel == tensor.numel() else tensor.narrow(0, self.begin - first, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamTensors:
-    """The tensors of a sub-group, or of a range of one, of shape [numel] each, in the memory that the kernel works on.
+    """The tensors of a sub-group, or of a range of one, of shape [numel] each, on the device of the kernel.
 
-    ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32 and only
-    read. ``param`` receives the updated parameters, rounded to its dtype. It is None if they are not needed.
+    ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32. ``param``,
+    if not None, receives the updated parameters, rounded to its dtype.
     """
 
     master: torch.Tensor
@@ -79,7 +75,7 @@ class AdamTensors:
         return self.map(lambda tensor: element_range.view(tensor, first))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
-        """Return the results of ``change`` for each tensor. A ``param`` that is None stays None."""
+        """Return the results of ``change`` for each tensor that is not None."""
         changed: dict[str, Any] = {
             name: None if tensor is None else change(tensor) for name, tensor in vars(self).items()
         }
@@ -88,10 +84,7 @@ class AdamTensors:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RangeUpdate:
-    """The update of one range of one sub-group. ``tensors`` are views of that range.
-
-    It is equal to itself alone, so that a kernel can look up what it has derived from it in an earlier step.
-    """
+    """The update of one range of one sub-group. It equals itself alone, so that kernels can cache by it."""
 
     sub_group: int
     tensors: AdamTensors
@@ -99,14 +92,12 @@ class RangeUpdate:
 
 
 class AdamKernel(ABC):
-    """An Adam update whose results have the same bits on every device, except for the bits of a NaN.
+    """An Adam update whose results are bit-identical on every device, except for the bits of a NaN.
 
-    All kernels have NaN in the same places, but IEEE 754 does not define the sign and the payload of a NaN. On x86, the
-    C++ kernel has the same NaN as stock in the states: an invalid operation gives 0xffc00000, and the NaN of an operand
-    is propagated. On a GPU every operation gives 0x7fffffff. Parameters rounded to bf16 have 0x7fc0 on both, while
-    PyTorch's own conversion on the CPU writes 0xffff in its vectors.
-    Stock skips a step whose norm is NaN, and so does the plugin: a NaN is updated only where the states or the
-    parameters had it before.
+    All kernels have NaN in the same places, but IEEE 754 does not define its bits. In the states, a GPU writes
+    0x7fffffff, and the C++ kernel on x86 writes the bits of stock. Rounded to bf16, a NaN is 0x7fc0 on both, while
+    PyTorch's CPU vectors write 0xffff. A step whose norm is NaN is skipped, as in stock, so only earlier NaNs are
+    updated.
     """
 
     @abstractmethod
@@ -115,14 +106,13 @@ class AdamKernel(ABC):
 
     @abstractmethod
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        """Update a range of ``sub_group``, or all of it if ``element_range`` is None, with the step of ``begin_step``.
+        """Update ``sub_group``, or ``element_range`` of it, by the step of ``begin_step``. ``tensors`` hold the range.
 
-        ``tensors`` are those of the range. Sub-groups and ranges may be updated in any order. The bits of an element do
-        not depend on the ranges.
+        Sub-groups and ranges may be updated in any order. The bits of an element do not depend on the ranges.
         """
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
-        """Update ranges of any sub-groups in one call, with the same bits as one ``update`` per range."""
+        """Update ranges of any sub-groups in one call, bit-identical to one ``update`` per range."""
         for update in updates:
             self.update(update.sub_group, update.tensors, update.element_range)
 
@@ -131,15 +121,11 @@ class AdamKernel(ABC):
         """Forget all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
 
     def zero(self, tensors: AdamTensors) -> None:
-        """Zero all tensors. A kernel on CPU threads lets each of them zero an equal part.
-
-        The first touch of a page places it on the NUMA node of the thread that touches it. An update of a smaller range
-        is divided among all threads again, so a thread may update pages that another one has touched.
-        """
+        """Zero all tensors, on the CPU with all threads, whose first touch places the pages on their NUMA nodes."""
         for tensor in vars(tensors).values():
             if tensor is not None:
                 tensor.zero_()
 
     def close(self) -> None:
-        """Free the resources that are not freed with the object, if there are any."""
+        """Free the resources that are not freed with the object."""
         return

@@ -1,6 +1,6 @@
 """Describe how the op that stock DeepSpeed built on this machine computes, which can only be found by trying.
 
-Up to a cut the op works on vectors, with the fused multiply-adds of its source. For the elements after the last whole
+Up to a cut, the op works on vectors, with the fused multiply-adds of its source. In the tail after the last whole
 vector, the compiler decides which products are fused into sums (GCC 12 and Clang 15 differ).
 """
 
@@ -11,11 +11,9 @@ from enum import IntEnum
 
 
 class Tail(IntEnum):
-    """The ways in which a compiler fuses ``m = m * beta1; m = g * (1 - beta1) + m`` in the tail.
+    """The products that a compiler fuses in ``m = m * beta1; m = g * (1 - beta1) + m``, as in ``csrc/update.h``."""
 
-    The other sums are fused unless the tail is ``UNFUSED``. The values are those of ``csrc/update.h``.
-    """
-
+    # The other sums are not fused either.
     UNFUSED = 0
     GRADIENT_FUSED = 1
     MOMENT_FUSED = 2
@@ -25,11 +23,10 @@ class Tail(IntEnum):
 class Arithmetic:
     """The arithmetic of an op: the elements per vector, the tail after the last whole vector, and the powers of beta.
 
-    ``vector_width`` is 16 with AVX-512, 8 with AVX2, 4 with NEON, and 1 if every element is in the tail. With SVE every
-    element is in a ``MOMENT_FUSED`` tail (``includes/sve.h``). Neither NEON nor SVE has been tested.
-
-    ``pow_when_repeated``: whether the op computes beta^t anew, by ``pow``, when it is called with the same step again,
-    as for every sub-group but the first. It does so before DeepSpeed 0.19.
+    ``vector_width`` is 16 with AVX-512, 8 with AVX2, 4 with NEON, and 1 if every element is in the tail. With SVE,
+    every element is in a ``MOMENT_FUSED`` tail (``includes/sve.h``). NEON and SVE are untested. ``pow_when_repeated``
+    is true before DeepSpeed 0.19: a second call with the same step, as for other sub-groups, computes beta^t by
+    ``pow``.
     """
 
     vector_width: int
@@ -45,7 +42,7 @@ class Arithmetic:
         return f"vectors of {self.vector_width}, tail {self.tail.name.lower().replace('_', ' ')}{powers}"
 
 
-# The widest vectors come first. If the tail computes as the vectors do, then the width does not matter.
+# If the tail computes as the vectors do, the width does not matter.
 CANDIDATES = tuple(
     Arithmetic(width, tail, pow_when_repeated)
     for pow_when_repeated in (False, True)

@@ -1,7 +1,4 @@
-"""Choose the Adam kernels: ours, or on the CPU stock's op if ours is unavailable.
-
-Ours updates in one pass over memory, and stock's op in three passes. The bits are the same.
-"""
+"""Choose the Adam kernels: ours, of one pass over memory, or stock's op of three passes, with the same bits."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from deep_opt_states.device.kernels.triton_adam import TritonAdam
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The kernel that updates on the CPU.
-
-    If it is the fallback, which cannot update a range of a sub-group, ``arithmetic`` is None, and ``why`` the reason.
-    """
+    """The kernel that updates on the CPU. For the fallback, ``arithmetic`` is None and ``why`` is the reason."""
 
     kernel: AdamKernel
     arithmetic: Arithmetic | None
@@ -34,10 +28,9 @@ class ChosenKernel:
 def cpu_adam(
     num_sub_groups: int, betas: tuple[float, float], *, adamw: bool, num_threads: int, cores: Sequence[int] = ()
 ) -> ChosenKernel:
-    """Return a kernel with the bits of ``DeepSpeedCPUAdam`` with these ``betas`` and in this mode.
+    """Return a kernel that is bit-identical to ``DeepSpeedCPUAdam`` with these ``betas`` and in this mode.
 
-    ``num_threads`` threads update, each on its entry of ``cores`` if that is not empty. Raise the error of DeepSpeed if
-    it cannot build its op.
+    Thread i of ``num_threads`` runs on ``cores[i]``, if any. Raise DeepSpeed's error if it cannot build its op.
     """
     try:
         arithmetic = known_arithmetic()
@@ -49,7 +42,7 @@ def cpu_adam(
 
 
 def gpu_adam(betas: tuple[float, float], *, adamw: bool) -> TritonAdam:
-    """Return a kernel with the same bits for the current CUDA device. Raise ``KernelUnavailable`` if there is none."""
+    """Return a bit-identical kernel for the current CUDA device. Raise ``KernelUnavailable`` if there is none."""
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return TritonAdam(known_arithmetic(), betas, adamw=adamw, device=device)
 

@@ -1,7 +1,4 @@
-"""Update with Adam in one pass over host memory, with the bits of stock DeepSpeed's three passes.
-
-These scale the gradient, update with Adam, and round to 16 bits.
-"""
+"""Scale, update with Adam and round in one pass over host memory, bit-identical to stock's three passes."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 class FusedAdam(AdamKernel):
     """The C++ kernel on ``num_threads`` threads, the i-th on ``cores[i]`` unless ``cores`` is empty.
 
-    Other Python threads run during an update, since the kernel does not hold the GIL. Raise ``KernelUnavailable`` if
-    the kernel can be neither loaded nor compiled.
+    It does not hold the GIL. Raise ``KernelUnavailable`` if it can be neither loaded nor compiled.
     """
 
     def __init__(
@@ -41,7 +37,7 @@ class FusedAdam(AdamKernel):
         self._arithmetic = arithmetic
         self._betas, self._adamw = betas, adamw
         self.num_threads = num_threads
-        # The kernel reads this array through a pointer at every call. Without the reference it would be freed.
+        # The kernel reads this array through a pointer, which keeps no reference.
         self._cores = (ctypes.c_int32 * len(cores))(*cores) if cores else None
         self.restart()
 
@@ -70,13 +66,12 @@ class FusedAdam(AdamKernel):
         self._library.zero(self._describe(tensors, ElementRange.whole(tensors.master.numel())))
 
     def _describe(self, tensors: AdamTensors, element_range: ElementRange) -> CUpdate:
-        """Return the C struct of the update, without its scalars."""
         _check(tensors, element_range.numel)
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             param=None if tensors.param is None else tensors.param.data_ptr(),
             numel=element_range.numel,
-            # The cut may be outside the range. Then all of its elements are before the cut, or none is.
+            # The cut may be outside the range.
             cut=self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin,
             grad_dtype=DTYPES[tensors.grad.dtype],
             param_dtype=DTYPES[None if tensors.param is None else tensors.param.dtype],
@@ -87,7 +82,7 @@ class FusedAdam(AdamKernel):
 
 
 def _check(tensors: AdamTensors, numel: int) -> None:
-    """Raise ``AssertionError`` for tensors that do not fit. C++ would read and write outside their memory."""
+    """Raise ``AssertionError`` for tensors that do not fit: C++ would read and write outside their memory."""
     for name in (*STATES, "grad", "param"):
         tensor = getattr(tensors, name)
         if tensor is None:

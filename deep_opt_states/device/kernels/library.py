@@ -1,4 +1,4 @@
-"""Load our C++ kernel as a shared library, which ninja compiles at first use, as it compiles DeepSpeed's ops."""
+"""Load our C++ kernel as a shared library, which ninja compiles at first use, like DeepSpeed's ops."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import torch
 FOLDER = Path(__file__).parent / "csrc"
 SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")
 
-# The source states which products are fused, so the compiler may contract nothing. Support for errno and for traps is
-# off, because it keeps loops from being vectorized.
+# Only the source fuses products. Support for errno and traps would prevent vectorized loops.
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def _digest() -> str:
-    """Return a digest of all sources and flags: releases that share a cache must not overwrite each other's library."""
+    """Return a digest of sources and flags, so that releases with a common cache keep libraries of their own."""
     digest = hashlib.sha256(repr(FLAGS).encode())
     for path in sorted(FOLDER.iterdir()):
         digest.update(path.read_bytes())
@@ -75,7 +74,6 @@ class Library:
         self._update.restype = self._zero.restype = None
         loaded.deep_opt_states_instruction_set.restype = ctypes.c_int32
         self.instruction_set = InstructionSet(loaded.deep_opt_states_instruction_set())
-        """The best instruction set of this processor."""
 
     def update(self, updates: Sequence[CUpdate], instruction_set: InstructionSet) -> None:
         """Run all ``updates`` on the threads of the first one, without the GIL, and return when all are done."""
@@ -88,10 +86,7 @@ class Library:
 
 
 def library() -> Library:
-    """Return the library, compiled if necessary. Raise ``KernelUnavailable`` if that fails.
-
-    All ranks of a machine may call this concurrently: PyTorch's loader lets one of them compile.
-    """
+    """Return the library, which one rank of a machine compiles. Raise ``KernelUnavailable`` if that fails."""
     found = _loaded()
     if isinstance(found, KernelUnavailable):
         raise found.with_traceback(None)
@@ -100,7 +95,7 @@ def library() -> Library:
 
 @cache
 def _loaded() -> Library | KernelUnavailable:
-    """Return the library or the error. After a failure, PyTorch's loader would only report that the file is missing."""
+    """Return the library or the error, because PyTorch's loader would next report only that the file is missing."""
     from torch.utils import cpp_extension
 
     folder = ""

@@ -14,8 +14,7 @@ from deep_opt_states.device.kernels.stock import StockAdam
 
 TRIALS = 12
 STEPS = 3
-# This length leaves a tail of 15 elements, the longest, with every width but 1. In all trials and steps that makes 540
-# elements of the tail, which distinguish the candidates.
+# The tail of 15 elements is the longest for every width but 1.
 NUMEL = 8 * 16 + 15
 # The training script may have changed the default dtype and device.
 FP32: Any = {"dtype": torch.float32, "device": "cpu"}
@@ -23,10 +22,7 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 
 @cache
 def find_arithmetic() -> Arithmetic | None:
-    """Return the first candidate that gives stock's bits in both modes of Adam, or None if there is none.
-
-    Raise ``KernelUnavailable``, or DeepSpeed's error if it cannot build its op.
-    """
+    """Return the first candidate with stock's bits in both modes of Adam, if any. Raise ``KernelUnavailable``."""
     expected = {adamw: _train(StockAdam(TRIALS, DEFAULT_BETAS, adamw=adamw)) for adamw in (True, False)}
     for candidate in CANDIDATES:
         found = {adamw: _train(FusedAdam(candidate, DEFAULT_BETAS, adamw=adamw, num_threads=1)) for adamw in expected}

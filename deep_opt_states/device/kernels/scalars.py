@@ -1,9 +1,8 @@
-"""Compute the numbers that an Adam kernel multiplies with, bit for bit those of DeepSpeedCPUAdam.
+"""Compute the numbers that an Adam kernel multiplies with, bit-identical to DeepSpeedCPUAdam.
 
-The object of that op (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) hides state: beta^t is a running
-product in fp32 while steps follow one another with the same betas, and ``pow`` after any other change; before DeepSpeed
-0.19, also after a second call with the same step. Stock has one such object for all sub-groups, so its bits depend on
-the order of the calls. Here one tracker receives the same sequence of steps.
+That op (``deepspeed/ops/csrc/includes/cpu_adam.h``, ``IncrementStep``) keeps beta^t as a running product in fp32 while
+steps follow one another with the same betas. After any other change it computes ``pow``; before DeepSpeed 0.19, also
+after a second call with the same step. The order of stock's calls thus changes its bits.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from deep_opt_states.device.kernels.adam import AdamStep
 
 
 class Decay(IntEnum):
-    """The kinds of weight decay: ``DECOUPLED`` in AdamW, ``L2`` in Adam. The values are those of ``csrc/update.h``."""
+    """The kinds of weight decay: ``DECOUPLED`` in AdamW, ``L2`` in Adam, with the values of ``csrc/update.h``."""
 
     NONE = 0
     DECOUPLED = 1
@@ -58,8 +57,8 @@ class BetaPowers:
         self._powers = ONE, ONE
 
     def scalars(self, steps: Sequence[AdamStep]) -> list[Scalars]:
-        """Return the numbers of one step's updates. ``steps`` has one entry per sub-group, in DeepSpeed's order."""
-        # An overflow is no error: stock's op in C++ has the same overflow.
+        """Return the numbers of one step's updates, from one entry per sub-group in DeepSpeed's order."""
+        # Stock's op in C++ also overflows silently.
         with np.errstate(all="ignore"):
             return [self._scalars(step) for step in steps]
 

@@ -1,8 +1,7 @@
 """Update with DeepSpeed's public CPU Adam op: the reference for our kernels, and their fallback.
 
-The op hides state in an object (``scalars.py``). Stock has one object for all sub-groups, which it updates in order.
-Here every sub-group has its own, so that results do not depend on the order of the updates: each object receives all
-steps and betas that stock's would receive, with empty tensors for other sub-groups.
+Stock's one op object hides state (``scalars.py``), so its results depend on the order of the updates. Here every
+sub-group has its own object, which receives all steps and betas of stock's, with empty tensors for other sub-groups.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensor
 class StockAdam(AdamKernel):
     """DeepSpeed's op in three passes over host memory, of which one holds the GIL, with one op object per sub-group.
 
-    ``betas`` are those that stock's object would be made with; each step sets its other arguments anew. Raise
-    DeepSpeed's error if it cannot build its op, and ``RuntimeError`` for tensors whose lengths differ.
+    ``betas`` must be those of stock's object. Raise DeepSpeed's error if it cannot build its op, and ``RuntimeError``
+    for tensors whose lengths differ.
     """
 
     def __init__(self, num_sub_groups: int, betas: tuple[float, float], *, adamw: bool) -> None:
-        # A DeepSpeedCPUAdam would also load it, but starts a process to find the processor's name, which takes seconds.
+        # A DeepSpeedCPUAdam would also start a process to find the processor's name, which takes seconds.
         self._op = CPUAdamBuilder().load(verbose=False)
         self._betas = betas
         self._adamw = adamw
@@ -55,10 +54,7 @@ class StockAdam(AdamKernel):
         self._steps, self._runs, self._run_of = steps, runs, run_of
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        """Update the whole sub-group. Raise ``AssertionError`` for a smaller range.
-
-        The op would compute the end of the range as a scalar tail, where the sub-group has none.
-        """
+        """Update the whole sub-group. The op would compute the end of a smaller range as a scalar tail."""
         assert element_range is None or element_range.numel == element_range.sub_group_numel, element_range
         step = self._steps[sub_group]
         grad = self.scaled_gradient(tensors.grad, step.grad_scale)
@@ -67,16 +63,16 @@ class StockAdam(AdamKernel):
             tensors.param.copy_(tensors.master)
 
     def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """Return the scaled gradient in fp32, which the op reads, in memory that this thread's next call overwrites."""
+        """Return the scaled gradient in fp32, in memory that this thread's next call overwrites."""
         return self._scaled.memory(grad.numel()).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
-        """Free the memory, and the op objects, which DeepSpeed's module would otherwise keep until the process ends."""
+        """Free the memory, and the op objects, which DeepSpeed's module would keep until the process ends."""
         _destroy(self._op, self._ids)
         self._scaled = _ScaledGradient()
 
     def _create(self) -> int:
-        # DeepSpeed numbers its own objects with this counter. Numbers from the same counter cannot collide with them.
+        # DeepSpeed's own objects take their numbers from the same counter.
         op_id = DeepSpeedCPUAdam.optimizer_id
         DeepSpeedCPUAdam.optimizer_id += 1
         lr, eps, weight_decay, should_log = 1e-3, 1e-8, 0.0, False
@@ -119,11 +115,7 @@ def _destroy(op: Any, ids: list[int]) -> None:
 
 
 def _runs(steps: Sequence[AdamStep]) -> tuple[list[AdamStep], list[int]]:
-    """Return the steps with at most one repetition of each, and for each step the index of its entry there.
-
-    A step is repeated if its neighbour has the same number and betas. The op ignores repetitions or computes beta^t by
-    ``pow`` at each of them, so all after the first change nothing.
-    """
+    """Return the steps without repetitions after the first, which change nothing, and the index of each step there."""
     runs: list[AdamStep] = []
     run_of: list[int] = []
     for _, group in groupby(steps, key=lambda step: (step.step, step.beta1, step.beta2)):

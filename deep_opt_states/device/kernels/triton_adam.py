@@ -1,4 +1,4 @@
-"""Update with Adam in one pass over GPU memory, with the bits of ``FusedAdam``, by launching ``triton_kernel.py``."""
+"""Update with Adam in one pass over GPU memory, bit-identical to ``FusedAdam``, by ``triton_kernel.py``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
 from deep_opt_states.device.kernels.triton_import import triton_requirement
 
 ALIGNMENT_BYTES = 16
-"""Triton compiles one kernel for pointers that are multiples of this, and another one for pointers that are not."""
+"""Triton compiles one kernel for pointers that are multiples of this, and another one for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """The ``elements`` per Triton program, and its ``warps``.
+    """The ``elements`` per Triton program, and its ``warps``."""
 
-    The defaults give four elements per thread: one load or store of 16 bytes per fp32 tensor. With more, the 16-bit
-    parameters would have another layout, and the registers would pass through shared memory.
-    """
-
+    # With more than four elements per thread, registers would pass through shared memory.
     elements: int = 1024
     warps: int = 8
 
@@ -41,11 +38,10 @@ class _Operands(NamedTuple):
 
 
 class TritonAdam(AdamKernel):
-    """The Triton kernel, launched on the CUDA stream that is current in ``update``.
+    """The Triton kernel, launched on the current CUDA stream. An update neither allocates nor synchronises.
 
-    An update neither allocates nor synchronises. ``master``, ``exp_avg`` and ``exp_avg_sq`` of a sub-group must start
-    at multiples of 16 bytes. Only other dtypes than those of ``compile`` are compiled in a step. Raise
-    ``KernelUnavailable`` if Triton cannot be imported.
+    The states of a sub-group must start at multiples of 16 bytes. A step compiles only for dtypes that ``compile`` was
+    not called with. Raise ``KernelUnavailable`` if Triton cannot be imported.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class TritonAdam(AdamKernel):
         try:
             from deep_opt_states.device.kernels import triton_kernel
         except Exception as error:
-            # An incompatible installation can raise many kinds of errors when it is imported.
             raise KernelUnavailable(
                 f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
                 f"pip install {triton_requirement()}"
@@ -71,14 +66,13 @@ class TritonAdam(AdamKernel):
         self._device = device
         self._block = block or BlockShape()
         self._operands: WeakKeyDictionary[RangeUpdate, _Operands] = WeakKeyDictionary()
-        """The operands of the updates of earlier steps: checks and views would take longer than the launch."""
+        """Operands of earlier steps: checks and views would take longer than the launch."""
         self.restart()
 
     def compile(self, grad_dtypes: Iterable[torch.dtype], param_dtypes: Iterable[torch.dtype | None]) -> None:
-        """Compile for every combination of dtypes and of alignments of gradients and parameters, and load the kernels.
+        """Compile for all combinations of dtypes and of alignments of gradients and parameters, and load the kernels.
 
-        This takes seconds the first time on a machine, and later milliseconds, from Triton's cache. Raise
-        ``KernelUnavailable`` if Triton cannot compile.
+        This takes seconds, or milliseconds with Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
         """
         numbers = {field.name: np.float32(0) for field in fields(Scalars) if field.name != "decay_kind"}
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
@@ -95,7 +89,6 @@ class TritonAdam(AdamKernel):
     def restart(self) -> None:
         self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
         self._arguments: list[dict[str, Any]] = []
-        """The keyword arguments of the launches of the present step, by sub-group."""
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._arguments = [self._keywords(scalars) for scalars in self._powers.scalars(steps)]
@@ -105,7 +98,6 @@ class TritonAdam(AdamKernel):
         self._launch(self._arguments[sub_group], self._derive(tensors, element_range))
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
-        """Update each range by a launch of its own."""
         for update in updates:
             operands = self._operands.get(update)
             if operands is None:
@@ -113,9 +105,8 @@ class TritonAdam(AdamKernel):
             self._launch(self._arguments[update.sub_group], operands)
 
     def _derive(self, tensors: AdamTensors, element_range: ElementRange) -> _Operands:
-        """Return the operands of a launch that updates ``element_range``, of which ``tensors`` are views."""
-        # Launch from the last element on at which the states are aligned, which is in the same memory. For other
-        # pointers, Triton would compile another kernel, without wide loads.
+        # Start at the last element before the range at which the states are aligned. For other pointers, Triton would
+        # compile another kernel, without wide loads.
         skip = element_range.begin % (ALIGNMENT_BYTES // tensors.master.itemsize)
         _check(tensors, self._device, element_range.numel, skip)
         numel = skip + element_range.numel
@@ -129,8 +120,7 @@ class TritonAdam(AdamKernel):
         return _Operands((programs,), (*pointers, numel, cut, skip))
 
     def _keywords(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the keyword arguments of all launches of one sub-group in one step."""
-        # Triton passes a float as fp32, which loses nothing here, and an integer with its declared type.
+        # Triton passes a float as fp32, without loss here.
         numbers = {name: float(value) for name, value in vars(scalars).items() if name != "decay_kind"}
         return {
             **numbers,
@@ -159,10 +149,7 @@ class TritonAdam(AdamKernel):
 
 
 def _check(tensors: AdamTensors, device: torch.device, numel: int, skip: int) -> None:
-    """Raise ``AssertionError`` for tensors that the kernel would access wrongly, or that it is not compiled for.
-
-    Of the range itself, ``tensors`` hold ``numel`` elements. A launch starts ``skip`` elements before them.
-    """
+    """Raise ``AssertionError`` for tensors that the kernel would access wrongly, or that it is not compiled for."""
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue

@@ -1,8 +1,8 @@
-"""Implement the Triton kernel that ``triton_adam.py`` launches and imports late, since Triton may not be installed.
+"""Implement the Triton kernel. ``triton_adam.py`` imports it late, since Triton may not be installed.
 
 Every operation is one correctly rounded IEEE operation, in the order of ``csrc/vector_loop.h`` before the cut and of
-``csrc/element.h`` after it. The source states which operations are fused; ``OPTIONS`` keep the compiler from fusing
-more and from flushing denormals. Of a NaN, only the place is the same: a GPU gives 0x7fffffff for each (``adam.py``).
+``csrc/element.h`` after it. ``OPTIONS`` keep the compiler from fusing more, and from flushing denormals. Only the
+places of NaN are the same (``adam.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deep_opt_states.device.kernels.arithmetic import Tail
 from deep_opt_states.device.kernels.scalars import Decay
 
 OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-"""The options of every launch: no contraction of products into sums, and no flush to zero in square roots."""
+"""No contraction of products into sums, and no flush to zero in square roots."""
 
 _UNFUSED = tl.constexpr(int(Tail.UNFUSED))
 _GRADIENT_FUSED = tl.constexpr(int(Tail.GRADIENT_FUSED))
@@ -24,7 +24,7 @@ _DECOUPLED = tl.constexpr(int(Decay.DECOUPLED))
 _L2 = tl.constexpr(int(Decay.L2))
 
 
-# Triton must not specialize the kernel for lengths or the kind of decay: it would compile again inside a training step.
+# Specialized for lengths or the kind of decay, Triton would compile again inside a training step.
 @triton.jit(do_not_specialize=["numel", "cut", "skip", "decay_kind"])
 def update(
     master,
@@ -48,10 +48,9 @@ def update(
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update with one program per block of BLOCK elements. The parameters are those of ``csrc/update.h``.
+    """Update one block of BLOCK elements per program. The parameters are those of ``csrc/update.h``.
 
-    ``param`` may be None. The first ``skip`` of the ``numel`` elements stay as they are. ``cut`` is at most ``numel``,
-    and may be negative.
+    ``param`` may be None, and ``cut`` negative. The first ``skip`` of ``numel`` elements are unchanged.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     state = (master, exp_avg, exp_avg_sq, grad, param)
@@ -67,7 +66,7 @@ def update(
         decay,
         decay_kind,
     )
-    # Whole blocks have no mask: a mask whose length is not known at compile time would prevent wide loads and stores.
+    # A mask whose length is unknown at compile time would prevent wide loads and stores.
     if (begin >= skip) & (begin + BLOCK <= cut):
         _update_block(state, scalars, begin, numel, cut, skip, TAIL=_GRADIENT_FUSED, BLOCK=BLOCK, WHOLE=True)
     else:
@@ -78,7 +77,6 @@ def update(
 def _update_block(
     state, scalars, begin, numel, cut, skip, TAIL: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Update one block with the arithmetic of TAIL from the cut on, and with that of the vectors before it."""
     master, exp_avg, exp_avg_sq, grad, param = state
     (
         grad_scale,
@@ -126,9 +124,8 @@ def _multiply_add(a, b, c, before_cut, TAIL: tl.constexpr):
     """Compute a * b + c, rounded once; after the cut rounded twice if the tail is UNFUSED."""
     result = tl.fma(a, b, c)
     if TAIL == _UNFUSED:
-        # The sum is not written with "+", because on Blackwell LLVM packs such sums into pairs. The ptxas 12.9 of
-        # Triton 3.6 then fuses packed products into them, despite the rounding that the PTX requires and despite
-        # OPTIONS.
+        # On Blackwell, LLVM packs sums with "+" into pairs. The ptxas 12.9 of Triton 3.6 fuses packed products into
+        # them, despite the rounding in the PTX and despite OPTIONS.
         result = tl.where(before_cut, result, libdevice.add_rn(a * b, c))
     return result
 

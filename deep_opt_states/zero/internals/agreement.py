@@ -1,8 +1,6 @@
 """Let all ranks agree on a value, on whether an action failed, and on whether the last update failed.
 
-Each function is a collective over all ranks. These collectives are the plugin's own and replace none of stock's. They
-call DeepSpeed's backend below its ``comms_logger``. The logger would end the process at ``all_gather_object``, which it
-does not know, and its summary has no collectives that stock does not have.
+Each function is a collective over all ranks, below ``comms_logger``, which would raise for ``all_gather_object``.
 """
 
 from __future__ import annotations
@@ -24,23 +22,21 @@ Value = TypeVar("Value")
 
 
 class RanksDisagree(RuntimeError):
-    """The ranks would run different plans, or another rank has failed at the start or when the plan changes."""
+    """The error if ranks would run different plans, or if another rank has failed."""
 
 
 def raise_together(action: Callable[[], Value]) -> Value:
     """Run ``action`` on every rank and return this rank's result, or raise on every rank if it fails on any.
 
-    A rank on which it fails raises its own exception. The other ranks, which would otherwise wait for that rank in
-    the next collective, raise ``RanksDisagree``, which names the rank and its exception.
+    A rank raises its own exception, or else ``RanksDisagree`` with the exceptions of the other ranks.
     """
     return _agreed(lambda: (action(), ""))
 
 
 def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str]) -> Value:
-    """Return the result of ``find`` on this rank, once ``describe`` is known to give the same text on every rank.
+    """Return this rank's result of ``find``, for which ``describe`` returns the same text on every rank.
 
-    Raise the exception of ``find`` on the ranks on which it fails. Raise ``RanksDisagree``, which names the ranks, on
-    the other ranks, and on every rank if the descriptions differ.
+    If ``find`` fails on a rank, or the texts differ, every rank raises: ``RanksDisagree``, or the rank's own exception.
     """
 
     def find_and_describe() -> tuple[Value, str]:
@@ -63,10 +59,7 @@ def wait_for_all_ranks() -> None:
 
 
 def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
-    """Run ``run`` on every rank, and return its value if it fails on none and its descriptions are the same.
-
-    This is a collective over all ranks.
-    """
+    """Run ``run`` on every rank, and return its value if it fails on none and its descriptions are the same."""
     failure: Exception | None = None
     description = failed = ""
     try:
@@ -78,8 +71,7 @@ def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
         if failure is not None:
             raise failure
     finally:
-        # The failure's traceback refers to this frame: the cycle would keep the memory of a failed start until it is
-        # collected.
+        # Break the cycle of traceback and frame, which would keep the memory of a failed start.
         del failure
     if failures := _by_rank([found for _, found in outcomes]):
         raise RanksDisagree(
@@ -105,11 +97,7 @@ def _by_rank(texts: Sequence[str]) -> str:
 
 
 class StepAgreement:
-    """The collective before each use of the states: has a rank failed, is its accelerator memory short, does it refuse?
-
-    It is one all-reduce of three int32 per rank. Without it, the other ranks would wait in their next collective for a
-    rank that has raised.
-    """
+    """The all-reduce before each use of the states: without it, ranks would hang after another one has raised."""
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()
@@ -117,19 +105,15 @@ class StepAgreement:
         device = get_accelerator().current_device_name()
         self._shared = torch.zeros(self._world_size, 3, dtype=torch.int32, device=device)
         self.refusing_ranks: list[int] = []
-        """The ranks that refused the next update in the last collective; the same on every rank."""
+        """The ranks that refused the next update; the same on every rank."""
 
     def share(self, executor: Executor, *, memory_is_short: bool, refuses: bool) -> bool:
-        """Return whether accelerator memory is short on any rank, given whether it is on this one.
-
-        ``refuses``: this rank refuses the next update. Mark ``executor`` as failed if another rank has failed; its
-        failure then names the ranks.
-        """
+        """Return whether accelerator memory is short on any rank. Fail ``executor`` if another rank has failed."""
         if self._world_size == 1:
             self.refusing_ranks = [self._rank] if refuses else []
             return memory_is_short
         self._shared.zero_()
-        # ``fill_`` and not an assignment, which would copy from the host and make the host wait for the copy.
+        # ``fill_``, because an assignment would copy from the host and make the host wait.
         for column, value in enumerate((executor.failure is not None, memory_is_short, refuses)):
             self._shared[self._rank, column].fill_(value)
         comm.cdb.all_reduce(self._shared)

@@ -1,8 +1,6 @@
-"""Read what DeepSpeed keeps under private names.
+"""Read, call and replace private attributes of DeepSpeed's objects, and of PyTorch's modules and optimizers.
 
-The functions read, call or replace private attributes of DeepSpeed's objects, and of PyTorch's modules and optimizers,
-so that a new release of DeepSpeed is compared with this folder only. The hooks that ``stage3.py`` and its base classes
-override are the only other private names in use. What older releases lack is in ``older.py``.
+Only this folder, and the hooks that ``stage3.py`` and its base classes override, depend on private names.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Parameter: TypeAlias = Any
 
 
 def param_dict(ds_config: Any) -> dict[str, Any]:
-    """Return the user's JSON, verbatim, that the ``DeepSpeedConfig`` was made from."""
+    """Return the user's JSON that the ``DeepSpeedConfig`` was made from."""
     return ds_config._param_dict
 
 
@@ -36,10 +34,9 @@ def config_of(engine: Any) -> Any:
 
 
 def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], int, Path]:
-    """Return the files with the model's state that this rank loads, the number of all such files, and the optimizer's.
+    """Return this rank's files with the model's state, the number of such files of all ranks, and the optimizer's file.
 
-    The first are several only if another number of ranks shared a model when they were saved, and none if the
-    checkpoint has no file of this rank.
+    The first are several, or none, if another number of ranks shared the model.
     """
     own = Path(engine._get_ckpt_name(folder, tag))
     found = [Path(name) for name in engine._get_all_ckpt_names(folder, tag)]
@@ -59,15 +56,12 @@ def has_custom_loading(module: torch.nn.Module) -> bool:
 
 
 def _is_method_of_torch_nn(method: Any) -> bool:
-    """Return whether ``torch.nn`` defines the method, also as an override for older state dicts, such as BatchNorm's.
-
-    A wrapper of ``functools.wraps`` has the name of the module whose method it wraps, but is not this method.
-    """
+    """Return whether ``torch.nn`` defines the method, and not a ``functools.wraps`` wrapper of one."""
     return (getattr(method, "__module__", None) or "").startswith("torch.nn.") and not hasattr(method, "__wrapped__")
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many hooks are registered that PyTorch's ``optimizer.step()`` would call."""
+    """Return how many hooks PyTorch's ``optimizer.step()`` would call."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return sum(len(getattr(optimizer, name, ())) for name in names)
 
@@ -81,7 +75,7 @@ def param_coordinator(optimizer: Any) -> Any:
 
 
 def is_boundary(optimizer: Any) -> bool:
-    """Return whether this backward ends an accumulation window, as the caller or DeepSpeed has defined it."""
+    """Return whether this backward ends an accumulation window."""
     if not callable(optimizer.is_gradient_accumulation_boundary):
         return older.is_boundary_before_0_19_5(optimizer)
     return bool(optimizer.is_gradient_accumulation_boundary())
@@ -93,13 +87,13 @@ def norm_dtype() -> torch.dtype:
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:
-    """Drop the buffer in which stock would sum gradients. Methods of stock that still run only read its device."""
+    """Drop stock's buffer for sums of gradients. Stock still reads its device."""
     optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype, device="cpu")
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
 
 
 def add_grad_hooks(optimizer: Any, handles: Iterable[Any]) -> None:
-    """Let DeepSpeed remove the hooks with these handles when it removes its own, at the end of the engine."""
+    """Let DeepSpeed remove the hooks with these handles together with its own."""
     optimizer._grad_acc_hooks.extend(handles)
 
 
@@ -109,10 +103,7 @@ def flat_parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
-    """Make the partitions of the sub-group's parameters views of its flat 16-bit buffer again.
-
-    Stock's ``_unflatten_partitioned_parameters`` also does this, but it would wait for flushes in flight.
-    """
+    """Make the partitions views of the flat 16-bit buffer again. Stock's method would wait for flushes in flight."""
     params = vars(optimizer)["fp16_partitioned_groups"][sub_group_id]
     for param, view in zip(params, optimizer.unflatten(flat_parameters(optimizer)[sub_group_id], params), strict=True):
         param.data = view.data
@@ -120,11 +111,7 @@ def restore_param_views(optimizer: Any, sub_group_id: int) -> None:
 
 @contextmanager
 def waits_for_current_stream(accelerator: Any) -> Iterator[None]:
-    """Let DeepSpeed wait for the current stream inside this context where it waits for the whole device.
-
-    It does so after it has gathered the persistent parameters, and would then also wait for the copies of an update.
-    The current stream has waited for the gather. An accelerator without streams stays as it is.
-    """
+    """Make DeepSpeed wait for the current stream, which has waited for its gathers, and not for the whole device."""
     if accelerator.resolves_data_dependency():
         yield
         return
@@ -136,19 +123,19 @@ def waits_for_current_stream(accelerator: Any) -> Iterator[None]:
 
 
 def partition_rank(optimizer: Any, param: Parameter) -> int:
-    """Return this rank's position among the ranks that share ``param``: the index of its partition."""
+    """Return the index of this rank's partition of ``param``."""
     if not hasattr(optimizer, "_get_param_partition_rank"):
         return older.partition_rank_before_0_19_3(optimizer)
     return optimizer._get_param_partition_rank(param)
 
 
 def has_gradient_here(optimizer: Any, param: Parameter) -> bool:
-    """Return whether this rank's partition of ``param`` holds more than padding; the rule of ``partition_grads``."""
+    """Return whether this rank's partition of ``param`` contains more than padding, as in ``partition_grads``."""
     return param.partition_numel() * partition_rank(optimizer, param) < param.ds_numel
 
 
 def is_its_own_partition(param: Parameter) -> bool:
-    """Return whether one rank holds all of ``param``: when gathered, it has the memory of its partition."""
+    """Return whether the gathered ``param`` is the partition itself, because one rank holds all of it."""
     return bool(param.ds_tensor.numel() == param.ds_numel)
 
 
@@ -163,33 +150,30 @@ def all_gather_partitions(optimizer: Any, param: Parameter, partition: torch.Ten
 
 
 def l2_norm(optimizer: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the L2 norm of ``tensor``, computed in the order in which stock computes it."""
+    """Return the L2 norm of ``tensor``, added up in stock's order."""
     return optimizer._constant_buffered_norm2(tensor)
 
 
 def sub_group_process_group(optimizer: Any, sub_group_id: int) -> Any:
     """Return the process group whose ranks share the parameters of the sub-group."""
-    # Before 0.19.3, the ranks of all sub-groups are the same.
+    # Before 0.19.3, all sub-groups have the same ranks.
     find = getattr(optimizer, "_get_sub_group_process_group", lambda sub_group_id: optimizer.dp_process_group)
     return find(sub_group_id)
 
 
 def expert_parallel_group(optimizer: Any, params: list[Parameter]) -> Any:
-    """Return the expert-parallel group of ``params``, or None if they are no experts, as before 0.19.3."""
+    """Return the expert-parallel group of ``params``, or None if they are no experts."""
     find = getattr(optimizer, "_autoep_expert_parallel_group", lambda params: None)
     return find(params)
 
 
 def model_parallel_all_reduce(optimizer: Any, tensor: torch.Tensor, op: Any) -> None:
-    """Reduce ``tensor`` over the model-parallel ranks, in place. Do nothing if there is no model-parallel group."""
+    """Reduce ``tensor`` over the model-parallel ranks, in place, if there are any."""
     optimizer._model_parallel_all_reduce(tensor=tensor, op=op)
 
 
 def partitions_by_name(optimizer: Any) -> list[list[Partition]]:
-    """Return this rank's partition of each parameter, by sub-group and in the order of the flat buffers.
-
-    A parameter that the model holds under several names is listed by the first of them.
-    """
+    """Return this rank's partition of each parameter, under its first name, by sub-group and in buffer order."""
     names = {param.ds_id: name for name, param in optimizer.module.named_parameters()}
     persistent = _persistent_ids(optimizer)
     return [

@@ -1,8 +1,4 @@
-"""Control how far DeepSpeed gathers parameters ahead of the module that needs them.
-
-DeepSpeed's ``PartitionedParameterCoordinator`` gathers the parameters of a module before its forward, and those of the
-next modules concurrently, on a stream of its own. It records the order of the modules in a trace.
-"""
+"""Control how far DeepSpeed gathers parameters ahead of the module that needs them."""
 
 from __future__ import annotations
 
@@ -27,31 +23,28 @@ class Coordinator:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self._modules_in_forward = 0
-        """The number of modules at the front of the trace that forward has fetched; backward fetches the others."""
+        """The number of modules of the trace that forward has fetched; backward fetches the others."""
 
     def wrap_fetch(self, wrapper: Callable[..., Any]) -> Callable[[], object]:
-        """Call ``wrapper(fetch, module, forward)`` in place of ``fetch_sub_module``, until the result is called."""
+        """Replace ``fetch_sub_module`` by ``wrapper(fetch, module, forward)`` until the result is called."""
         fetch = self._coordinator.fetch_sub_module
-        # DeepSpeed passes ``forward`` by name.
         self._coordinator.fetch_sub_module = lambda module, forward: wrapper(fetch, module, forward)
         return lambda: delattr(self._coordinator, "fetch_sub_module")
 
     def gather_after_current_stream(self) -> None:
-        """Make all-gathers that are issued from now on wait for the work that is on the current stream now."""
-        # An accelerator that executes each operation when it is issued lacks this stream.
+        """Make all-gathers that are issued later wait for the present work of the current stream."""
         if (gathering := self._coordinator._PartitionedParameterCoordinator__allgather_stream) is not None:
             gathering.wait_stream(get_accelerator().current_stream())
 
     def mark_end_of_forward(self) -> None:
-        """Note where forward ends in the trace, if DeepSpeed records one."""
+        """Record where forward ends in the trace, while DeepSpeed records one."""
         if self._coordinator.is_record_trace():
             self._modules_in_forward = len(self._coordinator._PartitionedParameterCoordinator__submodule_order)
 
     def uses(self) -> list[int] | None:
         """Return a ``ds_id`` per use of a parameter by forward, in order, and then the rest of the trace.
 
-        Return None until DeepSpeed has recorded a trace. The result is the same on every rank: DeepSpeed compares the
-        traces of the ranks.
+        Return None until a trace is recorded. DeepSpeed compares the traces, so the result is the same on every rank.
         """
         if not self._coordinator.is_complete_trace():
             return None
@@ -59,7 +52,7 @@ class Coordinator:
         modules = order[: self._modules_in_forward]
         # As in DeepSpeed's ``record_parameters``.
         uses = [ds_id for module in modules for ds_id in sorted({param.ds_id for param in self.params_of(module)})]
-        # A script that calls parts of the model has parameters that the forward of the whole model does not use.
+        # Parameters that the forward of the whole model does not use, if a script calls parts of it.
         trace = self._coordinator._PartitionedParameterCoordinator__param_order
         known = set(uses)
         others = dict.fromkeys(entry.param.ds_id for entry in trace if entry.param.ds_id not in known)
@@ -77,11 +70,7 @@ class Coordinator:
 
     @contextmanager
     def prefetching_until(self, is_excluded: Callable[[Parameter], bool], fetched: list[Parameter]) -> Iterator[None]:
-        """Limit how far a fetch inside this context gathers ahead: up to the first parameter that ``is_excluded``.
-
-        ``fetched`` are the parameters of the module itself. DeepSpeed takes the next parameters from the front of its
-        trace until they fill its prefetch bucket, which is made smaller for this fetch.
-        """
+        """Limit how far a fetch of ``fetched`` gathers ahead: up to the first parameter that ``is_excluded``."""
         bucket_numel = getattr(self._coordinator, self._BUCKET)
         seen = {param.ds_id for param in fetched}
         numel = 0

@@ -1,7 +1,4 @@
-"""Log through DeepSpeed's logger, with a prefix that names this plugin.
-
-The level is one that the logger shows by default, so that no change of the update goes unnoticed.
-"""
+"""Log with the prefix of the plugin, at a level that DeepSpeed's logger shows by default."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ log_rank_0_once = cache(log_rank_0)
 
 
 def log_this_rank(message: str) -> None:
-    """Log ``message`` with the rank that calls this, even if the process group no longer exists."""
+    """Log ``message`` with this rank, even if the process group no longer exists."""
     log_dist(f"[deep_opt_states] {message}", ranks=[-1], level=logging.WARNING)
 
 
 def log_error(error: BaseException) -> None:
-    """Log ``error`` with its traceback, on the rank that calls this."""
+    """Log ``error`` with its traceback on this rank."""
     logger.error(f"[deep_opt_states] {error}", exc_info=error)

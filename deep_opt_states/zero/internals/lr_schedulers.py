@@ -1,8 +1,6 @@
-"""Check whether an LR scheduler can load its state from a checkpoint.
+"""Check whether an LR scheduler of DeepSpeed or PyTorch can load its state from a checkpoint.
 
-The class that defines ``load_state_dict`` decides which entries of the state must be there. DeepSpeed's classes read
-one number. PyTorch's (``torch/optim/lr_scheduler.py``) replace their attributes by the entries of the state, whichever
-these are, and read the few that are checked here. Nothing is known about other classes.
+PyTorch's (``torch/optim/lr_scheduler.py``) take over any entries, and read only the few that are checked here.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ def problem_of_scheduler(scheduler: Any, saved: Any) -> str | None:
     if not isinstance(saved, dict):
         saves_dict = isinstance(scheduler.state_dict(), dict)
         return f"the state of a {type(scheduler).__name__} must be a dict" if saves_dict else None
-    # Read from the object: a wrapper may forward its attributes to the scheduler inside.
+    # From the object: a wrapper may forward its attributes to the scheduler inside.
     defined_in = getattr(scheduler.load_state_dict, "__module__", None)
     if hasattr(scheduler.load_state_dict, "__wrapped__"):
         return None
@@ -37,7 +35,7 @@ def _problem_for_torch(scheduler: Any, saved: dict[str, Any]) -> str | None:
         states = saved.get("lr_lambdas")
         if not isinstance(states, (list, tuple)):
             return "lr_lambdas must be a list of states"
-        # PyTorch skips None, also where we have no function.
+        # PyTorch skips None, also beyond the end of our list.
         if not all(map(_can_update, [*scheduler.lr_lambdas, *[None] * len(states)], states)):
             return "each of lr_lambdas must be None, or the attributes of such a function as ours"
     elif isinstance(scheduler, (lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler)):

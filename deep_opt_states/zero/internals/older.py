@@ -1,8 +1,7 @@
-"""Do what older releases of DeepSpeed lack, or do under another name.
+"""Replace functions that older releases of DeepSpeed lack; each name contains the first release that has it.
 
-Each function is named after the first release that does not need it. Other differences need no function: the powers of
-beta before 0.19 are found by trying (``device/kernels/arithmetic.py``); before 0.19.8, ``step()``, which is stock's,
-goes on after a norm that is inf or NaN; and features that a release lacks are refused (``start/refusals.py``).
+Other differences need no function: ``device/kernels/arithmetic.py`` finds the powers of beta before 0.19 by trying,
+``step()`` before 0.19.8 continues after a norm that is inf or NaN, and ``start/refusals.py`` refuses missing features.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from deepspeed import comm as dist
 
 
 def range_push_before_0_19_0(accelerator: Any, name: str) -> None:
-    """Start an NVTX range; later releases have a domain of their own."""
+    """Start an NVTX range, without the domain of later releases."""
     accelerator.range_push(name)
 
 
@@ -24,15 +23,15 @@ def range_pop_before_0_19_0(accelerator: Any) -> None:
 
 
 def is_boundary_before_0_19_5(optimizer: Any) -> bool:
-    """Return whether this backward ends an accumulation window. The engine sets an attribute before each backward."""
+    """Return whether this backward ends an accumulation window."""
     return bool(optimizer.is_gradient_accumulation_boundary)
 
 
 def norm_dtype_before_0_19_6() -> torch.dtype:
-    """Return the dtype of the norms of gradients; later releases have another on accelerators without fp64."""
+    """Return the dtype of the norms of gradients, also on accelerators without fp64."""
     return torch.float64
 
 
 def partition_rank_before_0_19_3(optimizer: Any) -> int:
-    """Return this rank's position among the ranks that share a parameter: all parameters have the same ranks."""
+    """Return this rank's index among the ranks that share any parameter."""
     return int(dist.get_rank(group=optimizer.dp_process_group))

@@ -1,8 +1,7 @@
 """Call hooks before DeepSpeed reads partitions of parameters, or replaces them by values that a caller has written.
 
-DeepSpeed adds ``all_gather``, ``all_gather_coalesced`` and ``partition`` to each parameter, and calls those of the
-first parameter of a list for the whole list. That parameter may belong to another model: ``GatheredParameters`` sorts
-its parameters by the time of their creation. So the hooks are in the methods of ``zero.Init`` that receive the list.
+Methods of a list's first parameter gather the whole list, and that parameter may belong to another model. So the hooks
+are in the methods of ``zero.Init``, which receive the list.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deep_opt_states.zero.internals.compat import Parameter
 
 _REGISTERED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-"""The hooks of all engines in the order of their creation, which is the same on every rank: hooks call collectives.
-
-The references are weak, so that an engine without ``destroy()`` is freed.
-"""
+"""The hooks of all engines in the order of their creation, as on every rank: hooks call collectives."""
 
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
-"""Whether ``_all_gather`` runs."""
 
 _REPLACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""DeepSpeed's methods by name, each with the method that replaces it."""
+"""DeepSpeed's methods by name, each with its replacement."""
 
 
 def _call(hook: str, params: Sequence[Parameter]) -> None:
@@ -37,14 +32,14 @@ def _call(hook: str, params: Sequence[Parameter]) -> None:
 
 
 def before_new_engine(module: torch.nn.Module) -> None:
-    """Call the hooks of all engines before another one is created for ``module``, whose parameters they may share."""
+    """Call the hooks of all engines before another one, which may share parameters, is created for ``module``."""
     _call("before_new_engine", [param for param in module.parameters() if hasattr(param, "ds_id")])
 
 
 def register(hooks: Any) -> Callable[[], None]:
     """Call the hooks of one engine from now on, and return a function that removes them.
 
-    ``hooks.before_all_gather``, ``before_all_gather_coalesced`` (by forward or backward, whose stream is current),
+    ``before_all_gather``, ``before_all_gather_coalesced`` (by forward or backward, whose stream is current),
     ``before_write`` (by a caller) and ``before_new_engine`` receive all parameters of a call, also of other models.
     """
     for name, replacement in _REPLACEMENTS.items():
@@ -59,7 +54,7 @@ def register(hooks: Any) -> Callable[[], None]:
         if _REGISTERED:
             return
         for name, (method, replacement) in list(_REPLACED.items()):
-            # Where other code has replaced the method in the meantime, ours stays below it, and calls no hooks.
+            # If other code has replaced the method since, ours stays below it and calls no hooks.
             if getattr(Init, name) is replacement:
                 setattr(Init, name, method)
                 del _REPLACED[name]
@@ -101,7 +96,7 @@ def _partition(
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_all_gather": _all_gather,
-    # ``all_gather_coalesced`` is no method of ``Init``. It starts with this one, as ``_all_gather`` does.
+    # ``all_gather_coalesced``, which is no method of ``Init``, starts with this one, as ``_all_gather`` does.
     "_ensure_availability_of_partitioned_params": _ensure_availability,
     "_partition": _partition,
 }

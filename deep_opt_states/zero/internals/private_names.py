@@ -1,7 +1,6 @@
-"""List the hooks and the private names of DeepSpeed that the plugin uses, and look for them in another release.
+"""List the hooks and private names of DeepSpeed that the plugin uses, and look for them in another release.
 
-The source is read, because DeepSpeed's decorators hide the parameters of many methods. ``test_private_names.py`` checks
-that no name is missing in the list.
+The source is read, because DeepSpeed's decorators hide the parameters of many methods.
 """
 
 from __future__ import annotations
@@ -58,20 +57,18 @@ HOOKS = {
     "update_fp32_grad_for_param_vectorized": "update_func param_list",
     "zero_grad": "set_to_none",
 }
-"""The methods of DeepSpeed's optimizer that ``stage3.py`` and its base classes override, with their parameters."""
+"""The overridden methods of DeepSpeed's optimizer, with their parameters."""
 
 PASS_FURTHER_ON = {
-    # Hooks that are overridden.
     *("_configure_offloading", "_get_fp32_opt_state_partition", "get_full_hp_param", "offload_states", "reload_states"),
     "set_full_hp_param",
-    # Methods that ``partition_hooks.py`` and ``activation.py`` wrap.
     *("_all_gather", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "load_checkpoint"),
 }
-"""The methods that the plugin replaces by one that passes further arguments on to DeepSpeed's own."""
+"""The methods whose replacements pass further arguments on to DeepSpeed's own."""
 
 REPLACED = HOOKS.keys() - PASS_FURTHER_ON
 REPLACED |= {"_ensure_availability_of_partitioned_params", "_partition", "fetch_sub_module"}
-"""The methods that the plugin replaces by one that raises ``TypeError`` if DeepSpeed passes further arguments."""
+"""The methods whose replacements raise ``TypeError`` if DeepSpeed passes further arguments."""
 
 METHODS: Mapping[str, Mapping[str, str]] = {
     _STAGE3: {
@@ -122,16 +119,13 @@ SINCE: Mapping[str, str] = {
     "_range_pop": "0.19.0",
     "_range_push": "0.19.0",
 }
-"""The first release that has a method. In older ones, ``compat.py`` or ``older.py`` replaces a method that is called.
-
-Older releases lack the accumulation windows that ``_finalize_offload_gradient_accumulation`` ends.
-"""
+"""The first release with a method. In older ones, ``compat.py`` or ``older.py`` replaces a method that is called."""
 
 
 def missing_names(
     methods: Mapping[str, Mapping[str, str]] = METHODS, attributes: Mapping[str, tuple[str, ...]] = ATTRIBUTES
 ) -> list[str]:
-    """Return one line for each name that the installed DeepSpeed lacks, or whose parameters are others."""
+    """Return one line for each name that the installed DeepSpeed lacks, or whose parameters differ."""
     lines = []
     for place in methods.keys() | attributes.keys():
         found, assigned = _defined(place)
@@ -148,7 +142,6 @@ def missing_names(
 
 
 def _can_be_used(name: str, found: list[str], expected: list[str]) -> bool:
-    """Return whether the plugin can replace, wrap or call a method with the parameters that were ``found``."""
     known, further = found[: len(expected)], found[len(expected) :]
     if [parameter.removesuffix("=") for parameter in known] != expected:
         return False
@@ -190,7 +183,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def _body(owner: Any) -> list[ast.stmt]:
-    """Return the statements of a class or of a module; none if it has no source in Python."""
+    """Return the statements of a class or a module, or none without Python source."""
     try:
         tree = ast.parse(inspect.getsource(inspect.getmodule(owner) or owner))
     except (TypeError, OSError):

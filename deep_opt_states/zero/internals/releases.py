@@ -1,7 +1,4 @@
-"""Name the releases of DeepSpeed that the plugin was tested with.
-
-DeepSpeed is not imported here: ``deep-opt-states doctor`` reads these names even if that fails.
-"""
+"""Name the tested releases of DeepSpeed, without importing it."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ TESTED_DEEPSPEED = (
     *("0.18.5", "0.18.6", "0.18.7", "0.18.8", "0.18.9"),
     *("0.19.0", "0.19.1", "0.19.2", "0.19.3", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8"),
 )
-"""The releases that ``make compat`` has tested: the golden cases that a release supports are bit-identical to stock.
+"""The releases in which ``make compat`` has found the golden cases bit-identical to stock.
 
-The exception is one case before 0.19.8, with a norm that is inf or NaN: NaN in its 16-bit parameters may have other
-bits.
+Before 0.19.8, NaN in the 16-bit parameters of one case, whose norm is inf or NaN, may have other bits.
 """
 
 
@@ -24,7 +20,7 @@ def is_tested(deepspeed_version: str) -> bool:
 
 
 def is_too_old(deepspeed_version: str) -> bool:
-    """Return whether the release is older than all that were tested."""
+    """Return whether the release is older than all tested ones."""
     return not is_at_least(deepspeed_version, TESTED_DEEPSPEED[0])
 
 

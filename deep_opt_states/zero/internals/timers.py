@@ -9,10 +9,7 @@ from deep_opt_states.zero.internals.log import log_rank_0
 
 
 def unsynchronize_throughput_timer(ds_config: Any) -> None:
-    """Let the throughput timer use the host's clock, unless the user has set ``synchronized`` to true.
-
-    By default it synchronizes the device twice per step, and waits for the update there.
-    """
+    """Make the throughput timer use the host's clock, unless the user has set ``synchronized`` to true."""
     timer = ds_config.timers_config
     if not (timer.enabled and timer.synchronized):
         return
@@ -30,10 +27,7 @@ def unsynchronize_throughput_timer(ds_config: Any) -> None:
 
 
 def breakdown_forbids_deferring(ds_config: Any) -> bool:
-    """Return whether DeepSpeed times forward, backward and ``step()`` separately, and log the consequence.
-
-    An update that continued in forward would be timed as forward. So each update then ends within ``step()``.
-    """
+    """Return whether DeepSpeed times ``step()`` separately, so that updates must end in it; log the consequence."""
     if ds_config.wall_clock_breakdown:
         log_rank_0(
             '"wall_clock_breakdown", which "flops_profiler" enables as well, times step() with the whole update in it: '

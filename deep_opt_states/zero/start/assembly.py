@@ -51,42 +51,35 @@ from perf_model.schedule.workload import Partition
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The facts about one engine that its start works with. They do not depend on the plan."""
+    """The facts about one engine that do not depend on the plan."""
 
     optimizer: Any
-    """Stock's stage-3 optimizer, whose sub-groups exist and whose fp32 partitions do not."""
     accelerator: AcceleratorChoice
     device: AccountingDevice
-    """The device on which all memory is reserved, with a record of each reservation."""
     setup: TrainingSetup
     budget: GpuBudget | None
-    """The accelerator memory that the planner may use; None if there is none or the config gives the placements."""
+    """The accelerator memory for the planner; None if there is none or the config gives the placements."""
     share: CoreShare
     host_adam: AdamKernel
     defers: bool
-    """Whether updates may run while the next forward does; the same on every rank."""
+    """Whether updates may run during the next forward; the same on every rank."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Return the dtype in which gradients are accumulated."""
         dtype: torch.dtype = self.optimizer.gradient_accumulation_dtype
         return dtype
 
     def gradient_buffers(
         self, plan: UpdatePlan, units: Sequence[UnitState], is_evicted: bool = False
     ) -> list[GradientBuffer]:
-        """Return where the gradients of each range of the units are kept.
-
-        If the accelerator has enough free memory, sums over micro-batches stay there, also for units that the CPU
-        updates.
-        """
+        """Return the gradient buffers of the units' ranges, with sums on the accelerator if they fit."""
         accumulates = self.setup.accumulates and not is_evicted
         sums_stay = accumulates and self.accelerator.fits_accumulators(plan, self.setup, self.budget)
         buffers = []
         for unit in units:
             sums = None
             if sums_stay and unit.placement is Placement.CPU:
-                # Padding of a partition is never written, and it counts in the norm: it must be zero.
+                # Padding of a partition counts in the norm, and nothing else writes zeros there.
                 sums = self.device.empty(unit.length, self.grad_dtype).zero_()
             buffers += [
                 GradientBuffer(
@@ -100,10 +93,7 @@ class Context:
         return buffers
 
     def staging(self, plan: UpdatePlan) -> Staging | None:
-        """Return the buffers through which gradients are copied to host memory, if any are.
-
-        With a budget, any unit may be updated on the CPU later.
-        """
+        """Return the buffers through which gradients are copied to host memory, if any unit may be on the CPU."""
         if self.budget is not None:
             plan = replace(plan, placements=place_all(plan.workload, Placement.CPU))
         longest = max(param.partition_numel() for group in self.optimizer.fp16_groups for param in group)
@@ -113,31 +103,25 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Everything that the updates of one engine run on, built for one plan.
-
-    The ``ExitStack`` that was passed to ``assemble`` gives all of it back.
-    """
+    """Everything that the updates of one engine run on."""
 
     context: Context
     planned: PlannedRun
-    """The plan, with the function that predicts how long an update takes."""
     running: RunningPlan
-    """The states, the executor and everything else that depends on the plan that runs."""
     masters: list[torch.Tensor]
     """The fp32 parameters of each sub-group, by which the optimizer's states are keyed."""
     kernels: tuple[AdamKernel, ...]
-    """The kernels that update: the CPU's first, then the accelerator's if it has one of its own."""
+    """The CPU's kernel, and the accelerator's if that is another one."""
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
     """Plan the updates of ``optimizer`` and build everything for them. This is a collective over all ranks.
 
-    ``resources`` receives the callbacks that give back what is taken here. If one rank fails, all ranks raise; the
-    caller then closes ``resources`` on each of them.
+    ``resources`` receives the callbacks that give back what is taken here. If one rank fails, all ranks raise, and the
+    caller closes ``resources``.
 
-    Raise ``ConfigError`` or ``Unsupported`` for a placement that this model or accelerator does not allow,
-    ``ProfileError`` for a profile that cannot be used, ``HostMemoryError`` if the states do not fit into host memory,
-    and ``RanksDisagree`` if the ranks' plans differ or another rank fails.
+    Raise ``ConfigError`` or ``Unsupported`` for a placement that is impossible here, ``ProfileError`` for an unusable
+    profile, ``HostMemoryError`` if the states do not fit into host memory, ``RanksDisagree`` if another rank fails.
     """
     share = share_cores(config, accelerator)
     sub_groups = partitions_by_name(optimizer)
@@ -157,12 +141,11 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         defers=config.overlap_forward and updates_parts,
     )
     if not context.defers:
-        # ``step()`` waits for all units, and no unit need be published before the others.
         sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
     else:
         _log_overruled(config, sub_groups)
     planned = make_plan(config, sub_groups, context.setup, accelerator, context.budget, share)
-    # Immediately: the rest of the start prints warnings of other libraries, and the plan is among the first lines.
+    # Immediately, because the rest of the start prints warnings of other libraries.
     for line in planned.at_start():
         log_rank_0(line)
     _check_host_memory(context, planned.plan)
@@ -172,20 +155,19 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
 def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assembly:
     plan, device, host_adam = planned.plan, context.device, context.host_adam
     params = context.optimizer.fp16_partitioned_groups_flat
-    # Before any memory is touched, so that it is allocated near these cores, and before the worker starts.
+    # Before memory is touched, so that it is allocated near these cores, and before the worker starts.
     if context.share.launch_cores:
         resources.callback(LaunchBinding(context.share.launch_cores).release)
     memory = StateMemory(plan.workload, params, context.grad_dtype, device, params_on_host=context.setup.params_on_host)
     resources.callback(memory.close)
     memory.set_plan(plan)
     gradients = Gradients(context.optimizer, context.gradient_buffers(plan, memory.units), context.staging(plan))
-    # Closed before ``memory``, which gradients are copied to: closing waits for the copies in flight.
+    # Closed before ``memory``, which copies may be writing to.
     resources.callback(gradients.close)
     device_adam = context.accelerator.device_adam(
         plan, context.budget, host_adam, context.optimizer.optimizer, context.grad_dtype, params[0].dtype
     )
     kernels = [host_adam]
-    # Where slots are host memory, the same kernel updates both.
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
         kernels.append(device_adam)
@@ -195,7 +177,7 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
     masters = [
         _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
     ]
-    # After the fp32 parameters were written: the slab is registered once its pages are touched.
+    # Page-locking needs pages that were touched.
     memory.lock()
     running = RunningPlan(
         plan=plan,
@@ -209,7 +191,6 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
 
 
 def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
-    """Return how the engine trains. Its budget of GPU memory does not include the staging buffers for gradients."""
     params_on_host = _params_on_host(optimizer, device)
     param = optimizer.fp16_partitioned_groups_flat[0]
     return TrainingSetup(
@@ -220,7 +201,6 @@ def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
-    """Return whether the model's partitions are in page-locked host memory while ``device`` has its own memory."""
     return bool(optimizer.offload_param) and not device.shares_host_memory
 
 
@@ -239,10 +219,9 @@ def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) ->
 
 
 def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tuple[Config, bool]:
-    """Return the config, with whole sub-groups as units if any rank cannot update parts, and whether all ranks can.
+    """Return the config for all ranks, and whether no rank uses the fallback kernel.
 
-    The fallback kernel cannot update a part of a sub-group with the same bits. Units are the same on every rank, and
-    deferring decides which collectives forward calls, so one rank that has to use the fallback decides for all.
+    The fallback cannot update a part of a sub-group with the same bits, so units are then whole sub-groups.
     """
     if all(Ranks().gather(choice.arithmetic is not None)):
         return config, True
@@ -257,7 +236,6 @@ def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tu
 
 
 def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) -> None:
-    """Log the persistent parameters that rules by name place elsewhere than on the CPU."""
     persistent = [partition.name for group in sub_groups for partition in group if partition.is_persistent]
     overruled = [name for name in persistent if config.rules.placement_of(name) not in (None, Placement.CPU)]
     if overruled:
@@ -271,10 +249,9 @@ def _check_host_memory(context: Context, plan: UpdatePlan) -> None:
     """Raise ``HostMemoryError`` on every rank if the states of all ranks do not fit, or cannot be page-locked."""
     slab_bytes, numel = context.setup.widths.slab_bytes(plan.workload), plan.workload.numel
     ranks = SharingRanks.gather(Ranks())
-    # Every rank checks before any rank allocates memory that another rank's check would then find missing.
+    # Every rank checks before any allocates memory that another would then find missing.
     raise_together(lambda: check_free_memory(slab_bytes, numel, ranks, FreeHostMemory.measure()))
-    # After every rank has checked: memory that one rank locks as a trial is missing from what another finds available.
-    # On the device itself and not on the ``AccountingDevice``: the memory is given back immediately.
+    # After every rank has checked: a trial takes memory that another rank would find missing.
     device, limit_bytes = context.accelerator.device, machine.memlock_limit_bytes()
     raise_together(lambda: check_locking(slab_bytes, numel, device, limit_bytes))
 

@@ -27,22 +27,21 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import GB
 
 SHARE_FOR_SUMS = 0.1
-"""The share of GPU memory for states and sums of gradients together up to which sums stay there, for a given plan."""
+"""The largest share of GPU memory that states and sums of gradients may take with placements from the config."""
 
 
 @dataclass(frozen=True)
 class AcceleratorChoice:
-    """The accelerator that DeepSpeed trains on, as the plugin uses it."""
+    """The accelerator that DeepSpeed trains on."""
 
     device: Device[Any]
     slots_on_host: bool
-    """Whether the accelerator is the CPU: staging slots are in host memory, and the CPU kernel also updates them."""
+    """Whether the accelerator is the CPU, whose kernel also updates the staging slots."""
 
     def gpu_budget(self, config: Config) -> GpuBudget | None:
-        """Return how much accelerator memory the planner may use, now and later. None for the CPU, which has none.
+        """Return how much accelerator memory the planner may use, now and later; None for the CPU.
 
-        If the config sets no limit, that is nothing until the first steps have shown how much is free: training must
-        not need more memory than with stock. Where nothing can be updated on the accelerator, it is always nothing.
+        Without a limit in the config it starts at 0: training must not need more memory than with stock.
         """
         if self.slots_on_host:
             return None
@@ -56,8 +55,7 @@ class AcceleratorChoice:
     def fits_accumulators(self, plan: UpdatePlan, setup: TrainingSetup, budget: GpuBudget | None) -> bool:
         """Return whether the sums of gradients that ``setup`` needs fit on the accelerator with the states of ``plan``.
 
-        ``budget`` is that of the planner; None if the config gives the placements, which may take ``SHARE_FOR_SUMS``.
-        On the CPU, the sums are there if ``plan`` updates anything there, because it then reserves memory for them.
+        If the accelerator is the CPU, ``plan`` reserves memory for them as soon as it updates anything there.
         """
         if self.slots_on_host:
             return _num_on_device(plan) > 0
@@ -70,7 +68,7 @@ class AcceleratorChoice:
         return host if self.slots_on_host else _no_gpu_adam()
 
     def validate(self, plan: UpdatePlan) -> UpdatePlan:
-        """Return ``plan`` if this accelerator can run it. Raise ``Unsupported`` otherwise."""
+        """Return ``plan``, or raise ``Unsupported`` if this accelerator cannot run it."""
         on_device = _num_on_device(plan)
         if on_device and not self.slots_on_host and (problem := _no_gpu_adam()):
             raise Unsupported(
@@ -89,17 +87,13 @@ class AcceleratorChoice:
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
     ) -> AdamKernel | None:
-        """Return the kernel that updates the units that ``plan`` places on the accelerator, with ``optimizer``'s betas.
-
-        Return None if there are none, and the planner has no ``budget`` with which it might place some there later. The
-        kernel is compiled here, so that no step compiles. Raise ``KernelUnavailable`` if it cannot be used.
-        """
+        """Return the compiled kernel for any units on the accelerator. Raise ``KernelUnavailable`` without one."""
         if self.slots_on_host:
             return host_adam
         if not _num_on_device(plan) and (budget is None or _no_gpu_adam()):
             return None
         kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
-        # Gradients that the user has accessed are in fp32 (see ``Gradients.writable_fp32``).
+        # Gradients that the user has accessed are fp32 (``Gradients.writable_fp32``).
         kernel.compile({grad_dtype, torch.float32}, [param_dtype])
         return kernel
 
@@ -123,10 +117,7 @@ def _num_on_device(plan: UpdatePlan) -> int:
 
 @cache
 def _no_gpu_adam() -> str:
-    """Return why units cannot be updated on the GPU, with the remedy; empty if they can.
-
-    The first call runs the kernel, which takes seconds if Triton has not compiled it before.
-    """
+    """Return why units cannot be updated on the GPU, with the remedy; empty if they can."""
     try:
         training_gpu_adam()
     except KernelUnavailable as unavailable:

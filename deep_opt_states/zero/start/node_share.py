@@ -22,9 +22,9 @@ from perf_model.units import size
 
 
 def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
-    """Return the cores for this rank's CPU updates and log them. Bind nothing yet. This is a collective over all ranks.
+    """Return the cores for this rank's CPU updates and log them. This is a collective over all ranks.
 
-    Raise ``ConfigError`` if this rank cannot have ``cpu_threads`` threads, ``RanksDisagree`` if another rank cannot.
+    Raise ``ConfigError`` if this rank cannot have ``cpu_threads`` threads, ``RanksDisagree`` if another one cannot.
     """
     share = raise_together(lambda: core_share(accelerator, Ranks(), config))
     omp = os.environ.get("OMP_NUM_THREADS")
@@ -34,15 +34,14 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
 
 
 def core_share(accelerator: AcceleratorChoice, ranks: Ranks, config: Config | None = None) -> CoreShare:
-    """Return the cores that training with ``config`` uses, which defaults to an empty block.
+    """Return the cores that training with ``config`` uses; it defaults to an empty block.
 
-    This is a collective over ``ranks``, which need not train. Raise ``ConfigError``, on this rank alone, if it cannot
-    have ``cpu_threads`` threads.
+    This is a collective over ``ranks``, but a rank that cannot have ``cpu_threads`` raises ``ConfigError`` alone.
     """
     config = config or Config()
     on_accelerator = not accelerator.slots_on_host
     hosts = ranks.gather(call_on_all_ranks(ranks, lambda: _host(on_accelerator)))
-    # All containers on a node run on one kernel, on which a CPU has one number. A quota is that of one container.
+    # All containers on a node run on one kernel, where a CPU has one number. A quota is per container.
     node = [rank for rank, (kernel, *_) in enumerate(hosts) if kernel == hosts[ranks.rank][0]]
     places = []
     for rank in node:
@@ -56,21 +55,21 @@ def core_share(accelerator: AcceleratorChoice, ranks: Ranks, config: Config | No
 
 
 def _host(on_accelerator: bool) -> tuple[str, str, float | None, tuple[Core, ...], int | None]:
-    """Return the kernel and the container of this rank, the container's quota, and the rank's cores and GPU's node."""
+    """Return the kernel and the container of this rank, the container's quota, the rank's cores and its GPU's node."""
     near = gpu_node() if on_accelerator else None
     return machine.kernel_id(), platform.node(), machine.cores().quota, cores_of(allowed_cpus()), near
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeHostMemory:
-    """The host memory that this node has available, and that this container may still use; None if it has no limit."""
+    """The bytes that this node has available, and that this container may still use; None without a limit."""
 
     available_bytes: int
     container_bytes: int | None
 
     @classmethod
     def measure(cls) -> FreeHostMemory:
-        """Return the host memory that is free now."""
+        """Measure the host memory that is free now."""
         left_bytes = machine.memory_left_bytes(machine.cgroup_folders("memory"))
         return cls(available_bytes=machine.memory().available_bytes, container_bytes=left_bytes)
 
@@ -109,9 +108,7 @@ def check_free_memory(slab_bytes: int, numel: int, ranks: SharingRanks, free: Fr
 def check_locking(slab_bytes: int, numel: int, device: Device[Any], limit_bytes: int | None) -> None:
     """Raise ``HostMemoryError`` if ``device`` cannot page-lock ``slab_bytes`` for the rank's ``numel`` parameters.
 
-    The memlock limit, ``limit_bytes`` (None: unlimited), is the kernel's limit for mlock. Whether it applies to
-    page-locking by the driver depends on the driver. So if ``slab_bytes`` exceed the limit, page-lock slightly more
-    than the limit as a trial, which takes up to as long as page-locking the slab.
+    Some drivers ignore the memlock limit, ``limit_bytes`` (None: unlimited). So page-lock slightly more as a trial.
     """
     if limit_bytes is None or slab_bytes <= limit_bytes:
         return

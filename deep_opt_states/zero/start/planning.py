@@ -40,23 +40,17 @@ class PlannedRun:
 
     plan: UpdatePlan
     predict: Callable[[UpdatePlan, Sequence[str] | None, Windows], PredictedUpdate] | None
-    """Predicts an update by a plan, given how long backward and forward can overlap it; None without a profile.
-
-    The names are those of the parameters, once per use by forward and in its order; they default to the order of units.
-    """
+    """Predicts an update from its plan, the uses of parameters in forward and the windows; None without a profile."""
     why_nothing_is_streamed: str = ""
-    """The reason why the planner streams nothing; empty if it streams, or if the config itself gives the placement."""
+    """The reason why the planner streams nothing; empty if it streams, or did not plan."""
     request: PlanRequest | None = None
-    """The inputs of the planner at start; None if the config itself gives all placements."""
+    """The inputs of the planner; None if the config gives all placements."""
     notes: tuple[str, ...] = ()
-    """Facts about the profile that was read."""
 
     def at_start(self) -> list[str]:
-        """Return the lines to log at start: the plan with the reason why nothing is streamed, and the notes."""
         return [". ".join(filter(None, [str(self.plan), self.why_nothing_is_streamed])), *self.notes]
 
     def at_end(self, plan: UpdatePlan, widths: Widths) -> str:
-        """Return the lines to log after training with ``plan``, with the reason if it is still the first plan."""
         why = [self.why_nothing_is_streamed] if plan == self.plan and self.why_nothing_is_streamed else []
         return "\n  ".join(["planned for rank 0:", *summary_by_placement(plan, widths), *why])
 
@@ -71,12 +65,8 @@ def make_plan(
 ) -> PlannedRun:
     """Return the plan that the block specifies, the same on every rank. This is a collective over all ranks.
 
-    ``sub_groups`` holds this rank's partitions of the parameters. The block gives the placements, or a rule for them;
-    otherwise rank 0 plans them, with a profile that was measured with all ranks. ``budget`` is the accelerator memory
-    that the planner may use, if any. ``share`` holds the threads that update on the CPU.
-
-    Raise ``ConfigError`` or ``Unsupported`` for a placement that is impossible here, ``ProfileError`` for a profile
-    that cannot be used.
+    ``sub_groups`` holds this rank's partitions of the parameters. If the block gives no placements, rank 0 plans. Raise
+    ``ConfigError`` or ``Unsupported`` for an impossible placement, ``ProfileError`` for an unusable profile.
     """
     workload = config.workload(sub_groups)
     notes: list[str] = []
@@ -95,9 +85,8 @@ def make_plan(
             setup=setup,
             rules=config.rules,
         )
-        # Rules by name are followed even if they need more memory than the planner may use for the rest.
         if budget is not None:
-            # Rules do not ask for the sums of other units on the accelerator, which the plan below also counts.
+            # Rules do not ask for sums of other units on the accelerator, which the plan below also counts.
             without_sums = replace(unlimited, setup=replace(setup, sums_on_accelerator=False))
             budget.require(without_sums.fixed_bytes)
         gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
@@ -110,10 +99,9 @@ def make_plan(
 
 
 def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:
-    """Raise ``Unsupported`` on every rank unless all ranks have partitions of the same sizes. This is a collective.
+    """Raise ``Unsupported`` on every rank unless all partitions have the same sizes on all. This is a collective.
 
-    Rank 0 plans for all of them. DeepSpeed pads the partitions of data-parallel ranks, but ranks that share a model, by
-    AutoTP or an ``mpu``, may have uneven shards.
+    Rank 0 plans for all ranks. DeepSpeed pads data-parallel partitions, but AutoTP or an ``mpu`` may shard unevenly.
     """
     by_rank = gather_values([(partition.name, partition.numel) for group in sub_groups for partition in group])
     rank = next((rank for rank, other in enumerate(by_rank) if other != by_rank[0]), None)
@@ -160,7 +148,7 @@ def _predict(
         in_forward = ParameterUses(sub_groups, uses)
         windows = replace(windows, first_use=in_forward.first_use(plan.workload))
         plan = replace(plan, workload=in_forward.count(plan.workload))
-    # Without an accelerator, the same cores compute the model and the update: nothing can be hidden.
+    # Without an accelerator, model and update use the same cores: nothing can be hidden.
     usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)
     phases = usable.phases(timeline, plan.workload, cost)
@@ -170,16 +158,12 @@ def _predict(
 def _load_profile(
     config: Config, accelerator: AcceleratorChoice, share: CoreShare, note: Callable[[str], None]
 ) -> HardwareProfile:
-    """Return the profile that the config names, read by rank 0, or measure a quick one with all ranks.
-
-    ``note`` receives facts about a profile that was read.
-    """
+    """Return the profile that the config names, read by rank 0, or measure a quick one with all ranks."""
     ranks = Ranks()
     if config.profile is None:
         device = None if accelerator.slots_on_host else accelerator.device
         return quick_profile(device, ranks, log_rank_0, note, threads=share.threads, cores=share.cores)
     path = Path(config.profile)
-    # Only rank 0 reads the file: other nodes need not have it.
     text = raise_together(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "")
     profile = HardwareProfile.from_json(ranks.gather(text)[0])
     _refuse_other_machine(profile, path, accelerator)

@@ -24,11 +24,7 @@ _FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpee
 
 
 class Rule(NamedTuple):
-    """A condition that the configuration must meet: ``find(...)`` must return one of the ``allowed`` values.
-
-    ``find`` reads the value from a ``DeepSpeedConfig``, or from the optimizer of an engine. ``key`` is the dotted key
-    that the message names, ``must`` the rule in words, and ``remedy`` the change that the user can make.
-    """
+    """A condition that the configuration must meet: ``find`` must return one of the ``allowed`` values."""
 
     key: str
     must: str
@@ -38,17 +34,13 @@ class Rule(NamedTuple):
 
 
 def refuse_config(ds_config: Any) -> None:
-    """Check the rules that depend on the config alone.
-
-    Rules are checked group by group, because a later group reads values that an earlier group guarantees to exist.
-    Raise ``Unsupported`` with one message for each broken rule of the first group that has any.
-    """
+    """Raise ``Unsupported`` for the first broken group of rules: later groups read values that it guarantees."""
     for rules in (_LATER_FEATURES, _STAGE, _CONFIG):
         _refuse(rules, ds_config)
 
 
 def refuse_optimizer(basic_optimizer: Any) -> None:
-    """Check the rules for the optimizer that an engine was given or has made. Raise ``Unsupported``."""
+    """Raise ``Unsupported`` if the optimizer of an engine breaks a rule."""
     for rules in (_OPTIMIZER, _HYPERPARAMETERS):
         _refuse(rules, basic_optimizer)
 
@@ -88,10 +80,7 @@ def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained:
 
 
 def _since(release: str, key: str, uses: Callable[[Any], bool]) -> Rule:
-    """Return the rule that a block of which ``uses`` is true needs this release of DeepSpeed.
-
-    An older release would fail later with an error of its own, or ignore the key.
-    """
+    """Return the rule that a block of which ``uses`` is true needs this release: an older one fails or ignores it."""
     return Rule(
         key,
         f"needs DeepSpeed {release} or later with ZeRO-3 and offloading",
@@ -101,13 +90,11 @@ def _since(release: str, key: str, uses: Callable[[Any], bool]) -> Rule:
 
 
 def _lacking(release: str) -> str:
-    """Return the version of DeepSpeed if it is older than ``release``, otherwise an empty string."""
     version: str = deepspeed.__version__
     return "" if is_at_least(version, release) else version
 
 
 def _number(block: Any, key: str) -> float:
-    """Return a number or a boolean of a block, or 0 if it is none."""
     value = block.get(key) if isinstance(block, dict) else None
     return value if isinstance(value, int | float) else 0
 
@@ -202,7 +189,7 @@ _CONFIG = (
     _off("zero_optimization.zero_quantized_nontrainable_weights", _QUANTISED),
     _off("zero_optimization.zero_quantized_gradients", _QUANTISED),
     Rule(
-        # Before a step, DeepSpeed 0.19.8 waits for DataStates only if it finds a commit_info, but it always finds none.
+        # Before a step, DeepSpeed 0.19.8 waits for DataStates only if it finds a commit_info, but it never finds one.
         "datastates_ckpt",
         "must be absent",
         "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "
@@ -262,8 +249,8 @@ _HYPERPARAMETERS = (
         "lr, eps and weight_decay must be numbers, and betas two numbers, in every param group",
         'Give Python numbers, or set "optimizer": {"type": "AdamW", ...}. Accelerate and Trainer replace even an '
         'optimizer that is not Adam by DeepSpeedCPUAdam, but keep its hyperparameters: choose "adamw_torch".',
-        # DeepSpeedCPUAdam converts numbers only when it updates: too late to refuse them. It would also convert a
-        # tensor, into which PyTorch's schedulers write the next learning rate while the update still runs.
+        # DeepSpeedCPUAdam converts numbers only when it updates, too late to refuse them. PyTorch's schedulers would
+        # write the next learning rate into a tensor while the update still runs.
         partial(_wrong, is_wrong={**dict.fromkeys(("lr", "eps", "weight_decay"), _is_no_number), "betas": _is_no_pair}),
     ),
     Rule(

@@ -1,4 +1,4 @@
-"""Refuse a release of DeepSpeed that is too old or lacks names that the plugin uses, and warn of an untested one."""
+"""Refuse a release of DeepSpeed that is too old or lacks names that the plugin uses; warn of an untested one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from deep_opt_states.zero.start.unsupported import Unsupported
 
 
 def check_release() -> None:
-    """Raise ``Unsupported`` for a release of DeepSpeed that is too old, or an untested one that lacks a private name.
-
-    This is no collective: one process may call it alone.
-    """
+    """Raise ``Unsupported`` if DeepSpeed is too old, or an untested release without a private name. No collective."""
     version = deepspeed.__version__
     if is_too_old(version):
         raise Unsupported(
@@ -33,16 +30,13 @@ def check_release() -> None:
 
 @cache
 def _missing_names(version: str) -> list[str]:
-    """Look for the names once, before an engine is created: then another class takes the place of stock's optimizer."""
+    """Look for the names before an engine exists, because our class then replaces stock's optimizer."""
     return missing_names()
 
 
 @contextmanager
 def missing_names_are_refused() -> Iterator[None]:
-    """Raise ``Unsupported`` if a name is missing inside this context, in an untested release of DeepSpeed.
-
-    ``check_release`` looks for private names only. Modules and public attributes are found missing when they are used.
-    """
+    """Raise ``Unsupported`` if a module or attribute is missing inside this context in an untested release."""
     try:
         yield
     except (ImportError, AttributeError) as error:

@@ -26,11 +26,7 @@ from perf_model.schedule.plan import UpdatePlan
 
 
 class EngineProgress:
-    """The parts of a DeepSpeed engine that reports need: its step counts, how often it prints, and its monitor.
-
-    Reports live until the process ends. So that they do not keep the model in memory, the reference to the engine is
-    weak, and there is none to the ``Assembly``, whose gradients refer to the optimizer.
-    """
+    """The step counts of a DeepSpeed engine, its monitor, and how often it prints; it keeps no engine alive."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
@@ -49,7 +45,7 @@ class EngineProgress:
         """Return the reporter of the updates that run on ``assembly``. Ranks above 0 only log slow CPU updates."""
         self._plan = assembly.running.plan
         sinks: list[ReportSink] = [SlowCpu(log_this_rank)]
-        # At exit, the script may have destroyed the process group. DeepSpeed's logger then logs on every rank.
+        # No log on other ranks: without a process group, as at exit, DeepSpeed's logger would log there.
         if dist.get_rank() > 0:
             return UpdateReporter(_reported_plan(assembly), sinks, self.progress, lambda message: None)
         if self._steps_per_print is not None:
@@ -63,12 +59,11 @@ class EngineProgress:
         return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
-        """Report the updates from now on with the plan that ``assembly`` runs now."""
+        """Report the next updates with the plan that ``assembly`` runs now."""
         self._plan = assembly.running.plan
         report.change_plan(_reported_plan(assembly))
 
     def _describe(self, device: AccountingDevice, began: str) -> RunInfo:
-        """Return the facts about this run, which ``began`` at that time, with the plan and the memory of now."""
         memory_bytes = {MemoryKind.PINNED.value: 0, MemoryKind.ACCELERATOR.value: 0}
         for reservation in device.reserved:
             memory_bytes[reservation.kind.value] += reservation.count * reservation.each_bytes

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class Unsupported(ValueError):
-    """The error for a feature, or a release of DeepSpeed, that the plugin does not support, while it is enabled."""
+    """The error for a feature, or a release of DeepSpeed, that the enabled plugin does not support."""

@@ -1,7 +1,6 @@
-"""Handle gradients that are accumulated into while they are in one of DeepSpeed's reduction buckets.
+"""Handle gradients that autograd adds to in place while they are in one of DeepSpeed's reduction buckets.
 
-A layer that is used several times under reentrant checkpointing gets one gradient per use. If the first one is still in
-the bucket, autograd adds the next one to it in place.
+Reentrant checkpointing computes several gradients for a layer that is used several times.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ class Buckets:
         self._optimizer = optimizer
         self._stream = optimizer.reduce_and_partition_stream
         self._addresses: dict[int, int] = {}
-        """The address of each gradient in a bucket, by ``ds_id``."""
         if self._stream is not None:
-            # DeepSpeed removes the hooks together with its own when the engine is destroyed.
             handles = (
                 param.register_hook(partial(self._before_adding, param))
                 for group in optimizer.fp16_groups
@@ -36,7 +33,7 @@ class Buckets:
 
     @property
     def have_gradients(self) -> bool:
-        """Return whether gradients wait for their reduction. Between two backwards, this is so only after an error."""
+        """Return whether gradients wait for their reduction; between two backwards, only after an error."""
         return bool(self._addresses)
 
     def discard(self) -> None:
@@ -48,33 +45,28 @@ class Buckets:
             self._optimizer.free_grad_in_param_list(params)
 
     def contains(self, param: Parameter) -> bool:
-        """Return whether the parameter's gradient is in a bucket now.
-
-        After a backward that raised, the bucket may hold a dropped gradient; autograd's next one has another address.
-        """
+        """Return whether the parameter's gradient itself is in a bucket now, and not one that an error has dropped."""
         address = self._addresses.get(param.ds_id)
         return address is not None and param.grad is not None and param.grad.data_ptr() == address
 
     def record(self, param: Parameter) -> None:
-        """Record that DeepSpeed has put the gradient into a bucket, unless DeepSpeed waits for more of it first."""
+        """Record that DeepSpeed has put the gradient into a bucket, unless more of it is expected first."""
         if getattr(param, "ds_grad_is_ready", True) and param.grad is not None:
             self._addresses[param.ds_id] = param.grad.data_ptr()
 
     def remove(self, params: Iterable[Parameter]) -> None:
-        """Forget the gradients of ``params``, which DeepSpeed takes out of the bucket."""
         for param in params:
             self._addresses.pop(param.ds_id, None)
 
     def wait_for_addition(self) -> None:
-        """Make the reduction stream wait for the addition that autograd has just issued to a gradient in a bucket."""
+        """Make the reduction stream wait for autograd's last addition to a gradient in a bucket."""
         if self._stream is not None:
             self._stream.wait_stream(get_accelerator().current_stream())
 
     def wait_for_copy(self) -> None:
-        """Make autograd's stream wait until the gradient has been copied into the bucket, on the reduction stream."""
+        """Make autograd's stream wait until the gradient is copied into the bucket, on the reduction stream."""
         get_accelerator().current_stream().wait_stream(self._stream)
 
     def _before_adding(self, param: Parameter, gradient: torch.Tensor) -> None:
-        """Order autograd's next addition, on the current stream, after the copy into the bucket."""
         if self.contains(param):
             self.wait_for_copy()

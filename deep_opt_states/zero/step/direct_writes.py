@@ -1,8 +1,7 @@
 """Name the parameters to whose partitions a script has written directly, with ``DEEP_OPT_STATES_CHECK=1``.
 
-A write such as ``param.ds_tensor.data.mul_(0.5)`` right after ``step()`` calls nothing that could wait for the update
-in flight: the update overwrites it, or not, by chance. With the switch, updates end inside ``step()``, so that no write
-is overwritten, and each partition is compared with a copy when the next forward starts.
+A write such as ``param.ds_tensor.data.mul_(0.5)`` after ``step()`` does not wait for the update in flight, which may
+overwrite it. With the switch, updates end inside ``step()``, and forward compares each partition with a copy.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ def checks_direct_writes() -> bool:
 
 
 class DirectWrites:
-    """The partitions of ``params`` that the last update has published, which forward compares with the present ones.
-
-    ``params`` are by name; without any, nothing is compared. The copies take as much memory as the partitions.
-    """
+    """The copies of partitions of ``params``, by name, that the last update has published."""
 
     def __init__(self, params: dict[str, Parameter]) -> None:
         self._params = params
@@ -34,11 +30,11 @@ class DirectWrites:
         self._named: set[str] = set()
 
     def record(self) -> None:
-        """Copy the partitions, which an update has just published."""
+        """Copy the partitions, which takes as much memory again."""
         self._published = {name: param.ds_tensor.detach().clone() for name, param in self._params.items()}
 
     def allow(self, params: Iterable[Parameter] | None = None) -> None:
-        """Let the caller write to ``params`` until the next update, by a call that waits; by default to all of them."""
+        """Let the caller write to ``params`` until the next update; ``params`` defaults to all."""
         allowed = None if params is None else {param.ds_id for param in params}
         for name in list(self._published):
             if allowed is None or self._params[name].ds_id in allowed:

@@ -1,13 +1,9 @@
 """Measure how long the caller's stream waits for an update, and how long it computes while the update runs.
 
-The caller's stream, on which the model computes, waits for an update in two ways.
-
-1. It waits for the update itself. Events on that stream mark where the wait starts and ends. A host that waits while
-   the stream still has work delays nothing: then the second event follows the first immediately.
-2. It waits for the gathering stream, which gathers parameters that are needed later, and which may itself wait for the
-   update. Then events on both streams mark the waits, and only the time in which both streams wait counts. An
-   all-gather is not part of the update, and neither is a wait of the gathering stream while the caller's stream still
-   computes.
+1. The caller's stream waits for the update itself. Two events on that stream mark the wait. A host that waits while the
+   stream still has work delays nothing: then the second event follows the first immediately.
+2. It waits for the gathering stream, which may itself wait for the update. Events on both streams mark the waits, and
+   only the time in which both streams wait counts. An all-gather is not part of the update.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from deep_opt_states.device.interface import Device, Event
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 
 OnFinished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
-"""Receives the phases of training around one update, and a function that returns the update's timeline."""
+"""Receives the phases of training around one update, and a function that returns its timeline."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +29,23 @@ class Interval:
 
 
 class UpdateWaits:
-    """The waits for one update: at most ``max_intervals`` intervals, whose events are reserved in the constructor."""
+    """The waits for one update: at most ``max_intervals`` intervals, with events from the constructor."""
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
         self._device = device
         self._reserved = [Interval(device.event(), device.event()) for _ in range(max_intervals)]
         self._used = 0
         self._unfinished = 0
-        """The number of intervals that have started and not ended. An exception, such as an interrupt, leaves one."""
+        """The number of intervals that have not ended, which an exception may leave."""
         self._waits: list[tuple[Interval, ...]] = []
         """The waits in the order of the caller's stream, which is blocked while all intervals of an entry overlap."""
         self._in_flight: list[Interval] = []
         """Waits of the gathering stream that the caller's stream has not waited for yet."""
         self.prefetch = device.event()
-        """Recorded on the caller's stream where prefetching for this update starts; read only by ``phases``."""
+        """Caller's stream: prefetching for this update starts. Only ``phases`` reads it."""
         self.prefetched = False
         self.read_timeline: Callable[[], Timeline] | None = None
-        """Returns the timeline of the update; None until it has ended without a failure, and once it was reported."""
+        """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
 
     @property
     def count(self) -> int:
@@ -65,10 +61,7 @@ class UpdateWaits:
         self.read_timeline = None
 
     def report(self, on_finished: OnFinished) -> None:
-        """Call ``on_finished`` once, unless the times are not known because a wait for the update was interrupted.
-
-        The host waits for the events that they are read from.
-        """
+        """Call ``on_finished`` once, unless an interrupt has left the times unknown. The host waits for the events."""
         read_timeline, self.read_timeline = self.read_timeline, None
         if read_timeline is not None and self._unfinished == 0:
             on_finished(self.phases(), read_timeline)
@@ -88,7 +81,7 @@ class UpdateWaits:
     @contextmanager
     def for_gathering_stream(self) -> Iterator[None]:
         """Record a wait of the caller's stream for the gathering stream, inside the context."""
-        # Waits that are issued on the gathering stream inside the context are covered by the next wait for that stream.
+        # Waits of the gathering stream inside the context belong to the next wait for that stream.
         in_flight = tuple(self._in_flight)
         self._in_flight.clear()
         if not in_flight:
@@ -98,11 +91,10 @@ class UpdateWaits:
             yield
 
     def phases(self) -> tuple[PhaseSpan, ...]:
-        """Return the phases of training around the update, in order and without overlaps.
+        """Return the phases of training around the finished update, in order and without overlaps.
 
-        The update must be finished, and the waits for it complete. The phases are backward since the first prefetch,
-        one exposed span per wait, and forward in between. Second 0 is the start of the first wait. The host waits for
-        the events.
+        They are backward since the first prefetch, one exposed span per wait, and forward in between. Second 0 is the
+        start of the first wait. The host waits for the events.
         """
         ((first,), *_) = self._waits
         for of_caller, *_ in self._waits:
@@ -123,10 +115,7 @@ class UpdateWaits:
 
     @contextmanager
     def _interval(self, add: Callable[[Interval], object]) -> Iterator[None]:
-        """Record an interval on the current stream, and ``add`` it at its end, unless all reserved events are used.
-
-        Only an update whose waits are not complete needs more events.
-        """
+        """Record an interval on the current stream, and ``add`` it at its end, if an event is left for it."""
         if self._used == len(self._reserved):
             yield
             return
@@ -144,8 +133,7 @@ class UpdateWaits:
 class Exposure:
     """The ``waits`` for the latest update, and the ``previous_waits`` for the update before it.
 
-    Both sets of events are reserved in the constructor, and again in ``reserve``. With two sets, the waits for an
-    update can still be read while the next update runs, until the update after that is prefetched or starts.
+    The waits for an update can be read until the second update after it is prefetched or starts.
     """
 
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
@@ -160,7 +148,6 @@ class Exposure:
 
     def mark_prefetch(self) -> None:
         """Mark where prefetching for the next update starts. Its waits replace ``previous_waits``."""
-        # It is reported already, unless the step was interrupted.
         self.previous_waits.read_timeline = None
         if not self._prefetch_marked:
             self._prefetch_marked = True

@@ -1,13 +1,8 @@
 """Make every all-gather of parameters wait for their update, and limit forward's prefetch to updated parameters.
 
-Forward gathers with ``all_gather_coalesced``, on a stream of its own. All other readers use ``all_gather``:
-``GatheredParameters``, consolidated checkpoints, and code that uses a parameter outside its module. Both may gather
-parameters of several models together; ``partition_hooks.py`` passes all of them.
-
-DeepSpeed's all-gather stream does not wait for the stream of the training script. If the script has written to a
-partition, for example in ``GatheredParameters(modifier_rank=0)`` or by loading a checkpoint, the old values could be
-gathered. In stock, the throughput timer hides this by synchronizing the device in each step. Here the all-gather stream
-waits for the caller's stream wherever the caller may have written to a partition.
+Forward gathers with ``all_gather_coalesced``, on a stream of its own, and all other readers with ``all_gather``.
+DeepSpeed's all-gather stream waits here for the caller's stream, which may have written to a partition, as in
+``GatheredParameters(modifier_rank=0)``. In stock, the throughput timer synchronizes the device instead.
 """
 
 from __future__ import annotations
@@ -30,9 +25,7 @@ from perf_model.schedule.workload import Range, Workload
 class Gathers:
     """The hooks of one model into DeepSpeed's gathers.
 
-    ``ranges`` holds the sub-group, the begin and the end of each parameter of ``module`` that is not updated before
-    ``step()`` returns, by ``ds_id``. The units of ``running``'s plan hold these parameters. DeepSpeed's ``coordinator``
-    gathers the parameters of a module before its forward.
+    ``ranges`` holds the sub-group, the begin and the end of each parameter that is not persistent, by ``ds_id``.
     """
 
     def __init__(
@@ -50,26 +43,23 @@ class Gathers:
         self._coordinator = Coordinator(coordinator)
         self._caller_may_have_written = True
         self._is_in_step = False
-        # Frozen parameters, too: the caller may write to them, and forward gathers them.
+        # Also frozen parameters, which the caller may write to and forward gathers.
         by_name: dict[str, Parameter] = dict(module.named_parameters())
         self._names: dict[int, str] = {param.ds_id: name for name, param in by_name.items()}
-        # Persistent parameters are updated when ``step()`` returns: a write to one of them is never overwritten.
+        # An update never overwrites a write to a persistent parameter: it is updated when ``step()`` returns.
         deferred = {name: param for name, param in by_name.items() if param.ds_id in ranges}
         self.direct_writes = DirectWrites(deferred if checks_direct_writes() else {})
         self._release: list[Callable[[], object]] = [
             self._coordinator.wrap_fetch(self._fetch),
-            # Before DeepSpeed's own hook, which gathers this module's parameters and prefetches those of the next ones.
+            # Before DeepSpeed's own hook, which gathers and prefetches.
             module.register_forward_pre_hook(self._before_forward, prepend=True).remove,
-            # Before DeepSpeed's own hook, which ends the trace of a forward without gradients.
+            # Before DeepSpeed's own hook, which ends the trace.
             module.register_forward_hook(lambda *_: self._coordinator.mark_end_of_forward(), prepend=True).remove,
             partition_hooks.register(self),
         ]
 
     def used_names(self) -> list[str] | None:
-        """Return the names of the parameters in the order of their uses in forward, once per use, as on all ranks.
-
-        Return None until DeepSpeed has recorded that order.
-        """
+        """Return the names of the parameters, once per use and in the order of forward; None until that is recorded."""
         ds_ids = self._coordinator.uses()
         return None if ds_ids is None else [self._names[ds_id] for ds_id in ds_ids if ds_id in self._names]
 
@@ -104,26 +94,24 @@ class Gathers:
             self._release.pop()()
 
     def order_after_caller(self) -> None:
-        """Make the all-gathers of the next fetch wait for the stream on which the caller writes to partitions."""
+        """Make the next all-gathers wait for the stream on which the caller writes to partitions."""
         self._caller_may_have_written = True
 
     @contextmanager
     def by_the_step(self) -> Iterator[None]:
-        """Return a context in which DeepSpeed's ``step()`` gathers parameters, and no caller writes to them."""
+        """Mark the gathers inside this context as DeepSpeed's own, to which no caller writes."""
         self._is_in_step = True
         try:
             yield
         finally:
             self._is_in_step = False
 
-    # The hooks that ``partition_hooks.py`` calls
-
     def before_all_gather(self, params: Sequence[Parameter]) -> None:
         """Wait for the update of ``params``, and let the caller write to the partitions that it receives."""
         if any(param.ds_id in self._units for param in params):
             self._finish_update()
         if not self._is_in_step and any(is_its_own_partition(param) for param in self._own(params)):
-            # The caller may write to the partition itself, before ``before_write`` is called.
+            # The caller may write to such a partition before ``before_write`` is called.
             self.direct_writes.allow(params)
 
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
@@ -132,34 +120,29 @@ class Gathers:
             self._update.units.publish(self._units_of(own))
 
     def before_write(self, params: Sequence[Parameter]) -> None:
-        """Let the caller write to the partitions, even in the middle of forward or backward, such as in a hook."""
+        """Let the caller write to the partitions, even in the middle of forward or backward."""
         if self._own(params):
             self.order_after_caller()
             self.direct_writes.allow(params)
 
     def before_new_engine(self, params: Sequence[Parameter]) -> None:
-        """End the update of ``params``, whose partitions the constructor of another engine copies, and let it write.
-
-        Raise ``UpdateFailed`` on every rank if the update has failed: parameters would be inconsistent.
-        """
+        """End the update before another engine copies ``params``. Raise ``UpdateFailed`` on all ranks if it failed."""
         if self._own(params):
             self._update.synchronize_ranks()
             self.direct_writes.allow(params)
 
     def _own(self, params: Iterable[Parameter]) -> list[Parameter]:
-        """Return those of ``params`` that belong to the engine's model."""
         return [param for param in params if param.ds_id in self._names]
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         self.order_after_caller()
         self.direct_writes.report()
-        # Results of evaluation and generation are used even if no step follows, which would report a failed update.
+        # Report a failed update also to evaluation and generation, which no step follows.
         if not torch.is_grad_enabled():
             self._finish_update()
 
     def _finish_update(self) -> None:
-        # A failure that all ranks know already is not raised here, but where the states are used: this gather may
-        # belong to loading a checkpoint, which replaces the inconsistent states.
+        # Not raised if all ranks know the failure: this gather may belong to the load of a checkpoint.
         if not self._update.ranks_agree:
             self._update.synchronize_ranks()
 
@@ -171,26 +154,20 @@ class Gathers:
             return fetch(module, forward)
         self._update.advance()
         params = self._coordinator.params_of(module)
-        # Make the computing stream wait: it reads the parameters as well. Do so before the prefetch looks at the next
-        # modules' parameters.
+        # The computing stream reads the parameters as well. It waits before the prefetch looks at the next modules.
         partitioned = filter(self._coordinator.is_partitioned, params)
         self._update.units.wait_for(self._units_of(partitioned))
         with (
             self._coordinator.prefetching_until(self._may_block, params),
-            # DeepSpeed makes the computing stream wait for every all-gather in flight, not only for this module's.
+            # DeepSpeed makes the computing stream wait for every all-gather in flight.
             self._update.units.for_gathering_stream(),
         ):
             return fetch(module, forward)
 
     def _may_block(self, param: Parameter) -> bool:
-        """Return whether prefetching ``param`` now could block the host.
-
-        DeepSpeed gathers for the next modules before it launches the kernels of this one. If the host waited for a CPU
-        update at that point, the GPU would be idle.
-        """
+        """Return whether prefetching ``param`` now could block the host, and so delay this module's kernels."""
         units = self._units.get(param.ds_id, ())
         return self._update.is_deferred and any(map(self._update.units.may_block, units))
 
     def _units_of(self, params: Iterable[Parameter]) -> list[int]:
-        """Return the units that hold ``params``, in ascending order, as actions are issued."""
         return sorted({unit for param in params for unit in self._units.get(param.ds_id, ())})

@@ -1,16 +1,15 @@
 """Hold optimizer states in the GPU memory that training leaves free, and evict them when training needs it.
 
-1. **Plan once.** In the first steps the CPU updates all units that no rule places. The memory that was free at their
+1. **Plan once.** In the first steps the CPU updates all units that no rule places. The memory that is free at their
    peak, less a margin, is for states. Rank 0 plans, with the least of all ranks and the measured backward and forward.
-2. **When memory is short on a rank, evict, and plan once with what is left**, on all ranks. It is short when training
-   or another process has taken half of the margin, when PyTorch had to retry an allocation, and when the memory of a
-   plan could not be reserved. The memory for plans never grows again, so there are few such plans.
+2. **When memory is short on a rank, evict, and plan once with what is left**, on all ranks: when half of the margin is
+   taken, PyTorch had to retry an allocation, or a plan's memory could not be reserved. The memory never grows again.
 3. **Evict before training needs the memory**, on one rank alone: before a forward that may need more than any before,
-   and between two layers of a forward that has taken half of the margin. Then training has as much memory as in stock.
-   The plan stays, and its memory is reserved again when the need is known.
+   and between two layers of a forward that has taken half of the margin. The plan stays, and its memory is reserved
+   again when the need is known.
 
-So training does not run out of memory where stock does not, unless its need grows by more than the margin inside one
-layer or in backward: gradients are being reduced then, and the memory of a plan must not change.
+Training runs out of memory where stock does not only if its need grows by more than the margin inside one layer or in
+backward: gradients are being reduced then, and the memory of a plan must not change.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import gigabytes, seconds
 
 OBSERVED_STEPS = 3
-"""The steps after which the free memory is known: allocators and communication take theirs in the first ones."""
+"""The steps after which the free memory is known, because allocators and communication take theirs first."""
 
 FIRST_STEPS = 5
 """The steps whose median times of backward and forward are planned with."""
@@ -51,10 +50,9 @@ REMEDY = (
 class GpuBudget:
     """The ``bytes`` of this rank's accelerator that a plan may hold: at first ``start_bytes``, then all that is free.
 
-    Memory is free if, at the peak, neither a process nor PyTorch's cache held it. ``margin_bytes`` of it stay free;
-    when half of them are taken, memory is short. After a retried allocation, at most half of the held bytes are
-    allowed. Memory that no plan holds yet follows every growth of the need. The budget grows once, after
-    ``OBSERVED_STEPS``, and never if ``fills`` is false, because the user has set it.
+    Memory is free if neither a process nor PyTorch's cache held it at the peak. ``margin_bytes`` of it stay free. After
+    a retried allocation, at most half of the held bytes are allowed. The budget grows once, after ``OBSERVED_STEPS``,
+    and not if ``fills`` is false.
     """
 
     def __init__(self, *, start_bytes: int, margin_bytes: int, fills: bool) -> None:
@@ -63,20 +61,16 @@ class GpuBudget:
         self._fills = fills
         self._required_bytes = 0
         self._least_free_bytes = 2**63
-        """The least memory that was free at a peak so far, if the optimizer had held nothing."""
+        """The least memory that was free at a peak, if the optimizer had held nothing."""
         self._steps = self._alloc_retries = 0
 
     def require(self, required_bytes: int) -> None:
-        """Allow at least ``required_bytes``, for units that rules place on the accelerator, until memory is short."""
+        """Allow ``required_bytes``, for units that rules place on the accelerator, until memory is short."""
         self._required_bytes = required_bytes
         self.bytes = max(self.bytes, required_bytes)
 
     def observe(self, free_bytes: int, alloc_retries: int, held_bytes: int, *, is_evicted: bool = False) -> None:
-        """Update the budget from the peak of the last step: the free memory while the optimizer held ``held_bytes``.
-
-        ``alloc_retries`` counts the allocations that PyTorch has retried since the process started. ``is_evicted``: the
-        ``held_bytes`` belonged to training during that peak.
-        """
+        """Update the budget from the free memory at the peak of a step, while the optimizer held ``held_bytes``."""
         self._steps += 1
         free_bytes += 0 if is_evicted else held_bytes
         self._least_free_bytes = min(free_bytes, self._least_free_bytes)
@@ -99,15 +93,12 @@ class GpuBudget:
         return self._steps >= OBSERVED_STEPS - 1 and free_bytes < self.margin_bytes // 2
 
     def limit(self, limit_bytes: int) -> None:
-        """Allow no more than ``limit_bytes`` from now on, because memory was short."""
+        """Allow no more than ``limit_bytes`` from now on."""
         self.bytes = min(self.bytes, max(0, limit_bytes))
 
 
 class GpuMemory:
-    """The accelerator memory of the plan that ``running`` runs, under the rule at the top of this file.
-
-    ``request`` is the planner's request at start, and ``before_move`` is called before units move.
-    """
+    """The accelerator memory of the plan that ``running`` runs, under the rules at the top of this file."""
 
     def __init__(
         self, running: RunningPlan, request: PlanRequest, budget: GpuBudget, before_move: Callable[[], None]
@@ -117,15 +108,14 @@ class GpuMemory:
         self.bytes = self._bytes_of_running()
         self._steps = 0
         self._times_s: list[tuple[float, float]] = []
-        """The seconds of backward and forward around the first updates."""
         self._has_planned, self._planned_for = False, -1
-        """Whether the first plan was made, and this rank's budget at the last one, which rules by name may exceed."""
+        """Whether the first plan was made, and this rank's budget at the last plan."""
         self._may_restore = True
         """False after memory could not be reserved, until the next plan."""
         self._need_is_known = False
-        """Whether a forward and its backward have shown, since an eviction, how much memory training needs."""
+        """Whether a forward and its backward since the last eviction have shown the need of training."""
         self._available_bytes: int | None = None
-        """The bytes that PyTorch held or could take when a forward began; None if the plan held no memory then."""
+        """The bytes that PyTorch held or could take before a forward; None if the plan held no memory."""
 
     def measure(self, phases: Sequence[PhaseSpan]) -> None:
         """Add the times of backward and forward around one update, until ``FIRST_STEPS`` are known."""
@@ -133,10 +123,9 @@ class GpuMemory:
             self._times_s.append((seconds_of(Phase.BACKWARD, phases), seconds_of(Phase.FORWARD, phases)))
 
     def adapt(self, *, is_short_anywhere: bool) -> bool:
-        """Plan if that is due, and reserve the memory of an evicted plan if it fits. Return whether the plan is new.
+        """Plan if that is due, reserve the memory of an evicted plan if it fits, and return whether the plan is new.
 
-        Every rank calls this before each backward but the first, while no update is in flight and no window is open.
-        It is a collective when a plan is due. ``is_short_anywhere`` is the same on every rank.
+        Call this on every rank between updates, while no window is open. It is a collective when a plan is due.
         """
         self._steps += 1
         is_due = not self._has_planned and self._steps >= FIRST_STEPS
@@ -145,7 +134,7 @@ class GpuMemory:
         return changed
 
     def observe(self) -> None:
-        """Update the budget from the peak of memory use so far. Call this after backward, before the update."""
+        """Update the budget from the peak of memory use, between backward and the update."""
         free, retries = self.of_training.free_and_retries()
         self.budget.observe(free, retries, self.bytes, is_evicted=self._running.is_evicted)
         self._need_is_known = True
@@ -161,7 +150,7 @@ class GpuMemory:
         seen = gather_values((self.budget.bytes, self._need_is_known, times_s))
         all_times_s = [times_s for _, _, times_s in seen]
         if not is_short_anywhere and not (all(all_times_s) and all(is_known for _, is_known, _ in seen)):
-            # A forward that may need more memory than any before is running: its backward may need the memory.
+            # The backward of a forward that needs more than any before may need the memory.
             return False
         before = self._request
         if all(all_times_s):
@@ -205,7 +194,6 @@ class GpuMemory:
         return same_on_all_ranks(lambda: self._request.restore(decisions), lambda plan: plan.fingerprint)
 
     def _restore(self) -> None:
-        """Reserve the memory of an evicted plan, if it fits."""
         if not (self._running.is_evicted and self._need_is_known and self._may_restore) or self.is_short:
             return
         with self.of_training.changing_plan():
@@ -220,15 +208,14 @@ class GpuMemory:
             log_this_rank(f"{held} hold optimizer states from now on")
 
     def _bytes_of_running(self) -> int:
-        """Return the memory of the running plan; if it is evicted, as the planner assumes."""
         keeps_sums = None if self._running.is_evicted else self._running.gradients.have_device_accumulators
         return memory_of(self._running.plan, replace(self._request.setup, sums_on_accelerator=keeps_sums)).gpu_bytes
 
     # Evict on this rank alone, around and inside a forward
 
     def evict(self, reason: str) -> None:
-        """Free all accelerator memory of the plan until the need of training is known. No update is in flight here."""
-        # A plan without memory has nothing to free. Training then keeps PyTorch's cache, as it does in stock.
+        """Free all accelerator memory of the plan until the need of training is known. No update is in flight."""
+        # Without memory to free, training keeps PyTorch's cache, as in stock.
         if self._running.holds_memory:
             self.budget.count_retries(self.of_training.free_and_retries()[1], self.bytes)
             with self.of_training.changing_plan():
@@ -243,8 +230,8 @@ class GpuMemory:
         self._available_bytes = free_bytes() + reserved_bytes() if self._running.holds_memory else None
 
     def is_short_now(self) -> bool:
-        """Return whether this forward, other processes aside, has taken so much that memory will be short after it."""
-        # A plan that exceeds the budget already is kept for rules by name.
+        """Return whether this forward has taken so much that memory will be short after it."""
+        # A plan that exceeds the budget is kept for rules by name.
         if self._available_bytes is None or self.budget.bytes < self.bytes:
             return False
         return self.budget.is_short_with(self._available_bytes - reserved_bytes())
@@ -255,7 +242,7 @@ class GpuMemory:
         return self._running.holds_memory and self.of_training.has_failed()
 
     def log_failure_at_exit(self, resources: ExitStack) -> None:
-        """Log the remedy if training ends by a failed allocation, also without ``destroy()``. Keep no engine for it."""
+        """Log the remedy if a failed allocation ends training. Keep no engine alive for it."""
         resources.callback(atexit.unregister, atexit.register(_call_if_alive, weakref.WeakMethod(self._log_failure)))
         resources.callback(self._log_failure)
 
@@ -273,9 +260,8 @@ def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
 class WatchedForwards:
     """The hooks that call ``evict`` before and in forwards of ``module`` that may need the memory of ``memory``.
 
-    A larger batch, a longer sequence or a cache that has grown is noticed before the forward. Other needs depend on
-    values, such as the capacity of experts, and accumulate from layer to layer: hence the hooks before each layer and
-    after the last one. Layers that backward recomputes do not count.
+    Larger inputs are noticed before the forward. Other needs depend on values, such as the capacity of experts, and
+    accumulate: hence the hooks before each layer and after the last one. Layers that backward recomputes do not count.
     """
 
     def __init__(
@@ -283,7 +269,7 @@ class WatchedForwards:
     ) -> None:
         self._memory, self._evict = memory, evict
         self._largest: dict[tuple[Any, ...], tuple[int, int]] = {}
-        """The most elements and the longest dimension so far of each argument, with gradients and without."""
+        """The most elements and the longest dimension of each argument so far, with gradients and without."""
         self._most_bytes, self._is_in_forward = 0, False
         before_layer = torch.compiler.disable(self._before_layer)
         for hook in (
@@ -308,16 +294,13 @@ class WatchedForwards:
             self._evict("in a forward that has taken half of gpu_memory_margin_gb")
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # After an error there is no output, and the next forward finds the failed allocation.
+        # After an error, there is no output, and the next forward evicts.
         if output is not None:
             self._before_layer(module, args)
         self._is_in_forward = False
 
     def _may_need_more(self, inputs: Any) -> bool:
-        """Return whether a tensor, or all of them together, is larger than before, or more memory is in use.
-
-        The first forward does not count: the plan then holds no memory, or as much as the config asks for.
-        """
+        """Return whether inputs are larger than before, or more memory is in use; False for the first forward."""
         sizes = _sizes(inputs, ())
         sizes[("all",)] = sum(numel for numel, _ in sizes.values()), 0
         is_first, is_larger = not self._largest, False

@@ -1,4 +1,4 @@
-"""Define the gradient buffers of units' ranges, and find the segments of them that hold one parameter's gradient."""
+"""Define the gradient buffers of units' ranges, and find the segments of one parameter's gradient in them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,20 @@ class GradientBuffer:
 
     sub_group: int
     elements: ElementRange
-    """The elements of the sub-group."""
     grad: torch.Tensor
-    """The gradients as the update reads them."""
     device_accumulator: torch.Tensor | None = None
-    """Memory on the accelerator in which gradients are accumulated over micro-batches, if ``grad`` is in host memory
-    and the accelerator has enough memory; None otherwise."""
+    """Memory on the accelerator for sums over micro-batches, if there is room while ``grad`` is in host memory."""
 
     @property
     def accumulator(self) -> torch.Tensor:
-        """Return the tensor in which gradients are accumulated over micro-batches."""
         return self.grad if self.device_accumulator is None else self.device_accumulator
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The elements of one parameter's partition that are in one buffer.
-
-    They are ``numel`` elements of the partition from element ``begin`` on, and of the buffer from ``offset`` on.
-    """
+    """The elements of one parameter's partition, from ``begin`` on, that are in one buffer, from ``offset`` on."""
 
     index: int
-    """The position of the buffer."""
     buffer: GradientBuffer
     begin: int
     offset: int
@@ -61,11 +53,9 @@ class Segments:
         self._optimizer = optimizer
         self._buffers = buffers
         self._in_sub_group: dict[int, list[int]] = {}
-        """The buffers of each sub-group, in the order of their elements."""
         for index in sorted(range(len(buffers)), key=lambda index: buffers[index].elements.begin):
             self._in_sub_group.setdefault(buffers[index].sub_group, []).append(index)
         self._found: dict[int, tuple[Segment, ...]] = {}
-        """The segments of the parameters that were looked up, by ``ds_id``."""
 
     def of_param(self, param: Parameter, numel: int | None = None) -> tuple[Segment, ...]:
         """Return the segments of the parameter's partition, or of its first ``numel`` elements, in order."""

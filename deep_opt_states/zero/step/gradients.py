@@ -6,12 +6,11 @@ were none. Stock deviates from that in two cases, the only ones in which we do n
 1. A parameter gets no gradient in some backward. At the step, stock then reuses the content of its fp32 buffer, which
    is the scaled gradient of the previous step. A sum over micro-batches continues that of the previous window.
 2. A gradient is reduced more than once in one backward, for example because a layer is used several times under
-   reentrant checkpointing. In stock, each reduction overwrites the previous one, or an assertion fails because the
-   parameter is in the bucket twice (see ``buckets.py``). Here the gradients are added up, as in PyTorch without ZeRO.
+   reentrant checkpointing. In stock, each reduction overwrites the previous one, or an assertion fails. Here the
+   gradients are added up, as in PyTorch without ZeRO.
 
-The partition of one parameter may belong to several units, with a gradient buffer each. Its norm is computed from the
-whole partition, on the accelerator, before parts of it are copied to their buffers. A gradient stays in the
-accumulation dtype. Only one that the user sets is in fp32, as all are in stock, until backward writes to it again.
+A partition may belong to several units, so its norm is computed on the accelerator before its parts are copied to their
+buffers. A gradient stays in the accumulation dtype, unless the user sets it: then it is in fp32, as in stock.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Gradients:
     """The gradients of one rank, from their reduction to the update.
 
     ``buffers`` holds one buffer per range of a unit, in the order of the units, initially zero. ``staging`` copies
-    gradients to host memory; it is None if no gradients are copied there.
+    gradients to host memory, if any are copied there.
     """
 
     def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer], staging: Staging | None) -> None:
@@ -70,8 +69,7 @@ class Gradients:
         self.set_buffers([replace(buffer, device_accumulator=None) for buffer in self._buffers])
 
     def copy_open_sums_to_host(self) -> None:
-        """Copy open sums out of the accumulators of units that the CPU updates, and wait. No gradient is being
-        reduced."""
+        """Copy open sums from accumulators of CPU units to host memory and wait. No gradient is being reduced."""
         self.synchronize()
         for param in self._summed.values():
             for segment in self._segments.of_param(param):
@@ -103,7 +101,7 @@ class Gradients:
                 total = self._add(param, partition, first, boundary)
                 if boundary:
                     self._complete(param, total)
-            # The partition may be the gradient itself. Its readers are issued, but maybe not executed: record the
+            # The partition may be the gradient itself, whose readers are issued but maybe not executed: record the
             # stream, so that the allocator does not reuse the memory too early.
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
@@ -121,18 +119,12 @@ class Gradients:
             self._staging.synchronize()
 
     def abandon_window(self) -> None:
-        """Discard the sums of an incomplete accumulation window, also of parameters that get no other gradient.
-
-        The gradients of a complete window remain valid until backward writes new ones, as in stock.
-        """
+        """Discard the sums of an incomplete window. A complete window remains valid until backward, as in stock."""
         self._stale |= {ds_id: param for ds_id, param in self._summed.items() if ds_id not in self._written}
         self._summed.clear()
 
     def finish_window(self) -> None:
-        """Complete the gradients of a window with ``"managed_gradient_accumulation": false``, which ``step()`` ends.
-
-        DeepSpeed reported no boundary while they were reduced, so none of them was completed then.
-        """
+        """Complete the sums of a window that ``step()`` ends, with ``"managed_gradient_accumulation": false``."""
         for param in self._params():
             if param.ds_id in self._summed:
                 self._finish(param)
@@ -141,8 +133,7 @@ class Gradients:
     def complete_window(self) -> None:
         """Complete the parameters that the last backward of the window did not reach. Call this before the norm.
 
-        Gradients that were written for an earlier step and not for this one become zero. An interrupted step may call
-        this again.
+        Gradients of an earlier step that were not written since become zero. An interrupted step may call this again.
         """
         for param in self._params():
             if param.ds_id in self._summed and param.ds_id not in self._written:
@@ -174,10 +165,7 @@ class Gradients:
         return self._buffers[index].grad
 
     def grads_for_update(self) -> list[torch.Tensor]:
-        """Return the gradients of each range that the update reads, shape [numel].
-
-        That is the gradient buffer itself, or an fp32 copy of it that includes the gradients that the user has set.
-        """
+        """Return the gradients of each range, shape [numel], as fp32 copies where the user has set some."""
         grads = [buffer.grad for buffer in self._buffers]
         for param in self._params() if self._in_fp32 else ():
             if param.ds_id in self._in_fp32:
@@ -197,10 +185,7 @@ class Gradients:
     # Readers and writers other than backward and the update
 
     def read(self, param: Parameter) -> torch.Tensor:
-        """Return the parameter's gradient as stock's buffer would hold it now, for reading only.
-
-        It is fp32, of shape [partition_numel], and a temporary copy unless the gradient is in fp32 anyway.
-        """
+        """Return the gradient as stock's fp32 buffer would hold it, shape [partition_numel], to read only."""
         if param.ds_id in self._in_fp32:
             return self.writable_fp32(param)
         partition = self._copied(param)
@@ -208,10 +193,8 @@ class Gradients:
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
     def writable_fp32(self, param: Parameter) -> torch.Tensor:
-        """Return the parameter's gradient in fp32, shape [partition_numel], for the caller to write to.
-
-        It is the gradient until backward writes a new one. It is always in host memory, as stock's fp32 buffers are.
-        """
+        """Return the gradient in fp32 in host memory, shape [partition_numel], to write to until backward's next
+        one."""
         if param.ds_id not in self._in_fp32:
             self._in_fp32[param.ds_id] = self._copied(param).cpu()
         grad_scale = self._unscaled.pop(param.ds_id, None)
@@ -226,10 +209,7 @@ class Gradients:
                 self._written[param.ds_id] = param
 
     def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
-        """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now.
-
-        Sums that are in host memory, or in several buffers, are added to ``partition``, so that nothing is allocated.
-        """
+        """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now."""
         segments = self._segments.of_param(param, partition.numel())
         # DeepSpeed has converted the partition to the accumulation dtype, so that this copies nothing.
         total = partition.view(-1).to(segments[0].buffer.grad.dtype)
@@ -318,7 +298,6 @@ class Gradients:
         return (param for group in self._optimizer.fp16_groups for param in group)
 
     def _position(self, param: Parameter) -> tuple[int, int]:
-        """Return the parameter's sub-group and the offset of its first element there."""
         sub_group, offset, _ = place_of_gradient(self._optimizer, param)
         return sub_group, offset
 

@@ -1,10 +1,8 @@
 """Compute the norms of the gradients: stock's sums in stock's order, and one host synchronization for all results.
 
-Stock computes the norm of each gradient in fp64 in backward. We call its method for that, because ``_foreach_norm``
-reduces in another order, with other bits. In ``step()`` stock adds up the squares of the norms on the host, one
-parameter after the other. Here the accelerator does, in a few kernels for all sub-groups. Neither ``sum`` nor
-``cumsum`` would do, which on a GPU add in another order. If the host added in order, it would wait a second time for
-the reduction of each sub-group's sum over the ranks.
+Stock's method computes the norm of each gradient in fp64 in backward; ``_foreach_norm`` would reduce in another order.
+In ``step()`` stock adds up the squares on the host, one parameter after the other, and waits for each sub-group. Here
+the accelerator adds in the same order, which ``sum`` and ``cumsum`` on a GPU would not.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from deep_opt_states.zero.internals.compat import (
 
 
 class Norms:
-    """The norms of ``optimizer``'s gradients, computed from the norms per parameter in its ``norm_for_param_grads``.
+    """The norms of ``optimizer``'s gradients, from the norms per parameter in its ``norm_for_param_grads``.
 
     ``overflow`` and ``per_sub_group`` are collectives over the data-parallel ranks, ``overflow`` also over the
-    model-parallel ranks. Each makes the host wait for the accelerator at most once.
+    model-parallel ranks. In each, the host waits for the accelerator at most once.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -43,7 +41,7 @@ class Norms:
         self._zero = torch.zeros((), dtype=norm_dtype(), device=self._device)
         """The norm of a parameter without a gradient, which changes no bit of a sum."""
         self._roots: torch.Tensor | None = None
-        """The norms of the sub-groups, on the host, if ``overflow`` has fetched them together with its own result."""
+        """The norms of the sub-groups, on the host, if ``overflow`` has fetched them."""
 
     @property
     def are_data_parallel_only(self) -> bool:
@@ -69,13 +67,11 @@ class Norms:
         else:
             results = []
             _wait_for(reductions)
-            # If only one rank of a model-parallel group skipped the step, the others would wait for it forever in the
-            # reduction of the norm. Without such a group, this does nothing.
+            # Every rank of a model-parallel group must skip: the others would wait for it in the reduction of the norm.
             model_parallel_all_reduce(optimizer, overflow, dist.ReduceOp.MAX)
         # The host waits once for both results: DeepSpeed reads the norms next.
         found = torch.cat([overflow.float(), *results]).cpu()
         overflow_found = bool(found[0])
-        # A skipped step does not read the norms, and the next step has other gradients.
         self._roots = found[1:] if results and not overflow_found else None
         return overflow_found
 
@@ -110,10 +106,9 @@ class Norms:
 def sums_in_order(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the sum of each segment of ``values``, added to 0 one value after the other, in the dtype of ``values``.
 
-    ``values`` has shape [numel], and ``offsets`` shape [segments + 1], int64: segment i holds the values from
-    ``offsets[i]`` to ``offsets[i + 1]``. The host does not wait. With one dimension, PyTorch would reduce in parallel
-    on CUDA. With two, one thread adds up one segment, as on the CPU (``segment_reduce_forward_kernel`` in
-    ``aten/src/ATen/native/cuda/SegmentReduce.cu``).
+    ``values`` has shape [numel], and ``offsets`` shape [segments + 1], int64. The host does not wait. With one
+    dimension, PyTorch would reduce in parallel on CUDA. With two, one thread adds up one segment, as on the CPU
+    (``segment_reduce_forward_kernel`` in ``aten/src/ATen/native/cuda/SegmentReduce.cu``).
     """
     # Without ``unsafe``, the host would read the offsets to check them.
     return torch.segment_reduce(values.unsqueeze(1), "sum", offsets=offsets, unsafe=True).squeeze(1)

@@ -9,10 +9,7 @@ import torch
 
 
 class WaitsBeforeRead:
-    """An attribute of an optimizer that calls ``wait(optimizer)`` before it is read.
-
-    The caller may then read the tensors that the attribute leads to, and write to them.
-    """
+    """An attribute of an optimizer that calls ``wait(optimizer)`` before it is read, also to write to its tensors."""
 
     def __init__(self, wait: Callable[[Any], None]) -> None:
         self._wait = wait
@@ -34,14 +31,12 @@ class WaitsBeforeRead:
 def checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same memory that a checkpoint engine may send to another process.
 
-    PyTorch moves the storage of a tensor that it sends to another process to shared memory. If a decoupled checkpoint
-    engine sent our tensors, the states would leave the page-locked slab permanently. The returned tensor has a separate
-    storage: PyTorch moves that one, with a copy, which no later update changes.
+    PyTorch moves the storage of a sent tensor to shared memory: states would leave the slab. The result has its own.
     """
     if not tensor.is_cpu:
-        # PyTorch sends a handle to the GPU memory. DeepSpeed waits before its next step until the data is written.
+        # PyTorch sends a handle to GPU memory, and DeepSpeed's next step waits until the data is written.
         return tensor
     view = torch.from_numpy(tensor.detach().numpy()).requires_grad_(tensor.requires_grad)
-    # DeepSpeed sets attributes with the ids of the parameters in the tensor, and saves them, too.
+    # DeepSpeed also saves the attributes with ids of parameters that it has set.
     vars(view).update(vars(tensor))
     return view

@@ -1,8 +1,4 @@
-"""Run a plan, and replace it by another one between two steps.
-
-A unit moves through its place in host memory: resident states are written back to it, and the states of new residents
-are loaded from it before the next update. The bits do not depend on when units move.
-"""
+"""Run a plan, and replace it by another one between two steps. The bits do not depend on when units move."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[Gradien
 class RunningPlan:
     """The plan of one engine, and the parts of it that depend on the plan.
 
-    ``gradient_buffers`` returns the buffers for the units of a plan, given whether its memory is evicted.
-
-    ``is_evicted``: on this rank, training uses all memory that the plan needs on the accelerator, and the CPU updates
-    every unit. ``plan`` stays the same on every rank: it decides which collectives forward calls.
+    If ``is_evicted``, training uses the accelerator memory of the plan on this rank, and the CPU updates every unit.
+    ``plan`` stays the same on every rank: it decides which collectives forward calls.
 
     ``uses`` holds the names of the parameters in the order of their uses in forward, once per use. It is None while
     that is unknown, and where no update overlaps with forward.
@@ -48,7 +42,7 @@ class RunningPlan:
     uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
-        """Free all accelerator memory of the plan, if it holds any, until ``restore``. This is no collective.
+        """Free all accelerator memory of the plan until ``restore``. This is no collective.
 
         No update is in flight, and no gradient is being reduced. A window may be open.
         """
@@ -67,9 +61,9 @@ class RunningPlan:
         self._set(plan)
 
     def restore(self) -> bool:
-        """Reserve the accelerator memory of the plan, and return whether there is enough; otherwise it stays evicted.
+        """Reserve the accelerator memory of the plan, and return whether there is enough. This is no collective.
 
-        This is no collective. No update is in flight, and no window is open.
+        No update is in flight, and no window is open. Without enough memory, the plan stays evicted.
         """
         self.is_evicted = False
         try:
@@ -82,11 +76,7 @@ class RunningPlan:
         return False
 
     def order_by(self, first_uses: Sequence[int]) -> None:
-        """Update the units in the order of ``first_uses`` in forward, the same on every rank, as far as placements
-        allow.
-
-        They are numbered by param group and registration. No update is in flight.
-        """
+        """Update the units in the order of ``first_uses`` in forward, the same on every rank, between two updates."""
         plan, units = self.plan, self.memory.units
         every_unit = list(dict.fromkeys([*first_uses, *range(len(units))]))
         ordered = replace(plan, order=forward_order(plan.workload, plan.placements, every_unit))
@@ -96,10 +86,9 @@ class RunningPlan:
             log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
     def _set(self, plan: UpdatePlan) -> None:
-        """Run ``plan``. If evicted, this reserves nothing on the accelerator.
+        """Run ``plan``, without accelerator memory if evicted.
 
-        After an out-of-memory error, the caller sets another plan. After any other error, the states are inconsistent
-        until a checkpoint is loaded.
+        After an out-of-memory error, the caller sets another plan. After any other error, the states are inconsistent.
         """
         here = replace(plan, placements=place_all(plan.workload, Placement.CPU)) if self.is_evicted else plan
         try:
@@ -128,7 +117,7 @@ class RunningPlan:
 def max_intervals(plan: UpdatePlan) -> int:
     """Return how many waits for one update with ``plan`` are measured at most.
 
-    There is one at the step, one before backward, one for each of the at most three actions per unit, and three for
-    each unit: by the stream that gathers it ahead, by the computing stream for that stream, and by the latter itself.
+    There is one at the step, one before backward, one for each of at most three actions per unit, and three for each
+    unit: by the gathering stream, by the computing stream for that stream, and by the computing stream itself.
     """
     return 2 + (3 + 3) * len(plan.placements)

@@ -22,15 +22,11 @@ class GradientTraffic:
 
 
 class Staging:
-    """A ring of buffers on the accelerator, of ``buffer_numel`` elements each, and a stream that copies them to the
-    host.
+    """A ring of buffers on the accelerator through which a separate stream copies gradients to the host.
 
-    A gradient is copied into a buffer on the stream that has reduced it, so that its own memory can be reused. A
-    separate stream copies the buffer to host memory, which overlaps with backward and with the next reductions. Before
-    a buffer is overwritten, the writing stream waits for that copy; the host never does. Where the link is slower than
-    backward, the stream that reduces falls behind, by as many buckets as DeepSpeed allows.
-
-    ``perf_model.prediction.memory.staging_numel`` decides the size: no larger than stock's buffers for this purpose.
+    A gradient is copied into a buffer on the stream that has reduced it, so that its own memory can be reused. The copy
+    to the host overlaps with backward. Before a buffer is overwritten, the writing stream waits for that copy; the host
+    never does. ``staging_numel`` of the memory model makes the buffers no larger than stock's.
     """
 
     def __init__(self, device: Device[Any], buffer_numel: int, dtype: torch.dtype) -> None:
@@ -48,14 +44,13 @@ class Staging:
         """The buffer that is filled now or next. Its first ``_filled`` elements go to ``_host`` from ``_begin`` on."""
         self._filled = 0
         self._host: torch.Tensor | None = None
-        """The destination of the elements that have not been flushed. It must stay referenced until they are."""
+        """The destination of unflushed elements, which must stay referenced."""
         self._begin = 0
 
     def send(self, host: torch.Tensor, offset: int, values: torch.Tensor) -> None:
-        """Copy ``values``, of shape [numel], to the elements of ``host`` from ``offset`` on.
+        """Copy ``values``, of shape [numel], to ``host`` from ``offset`` on, and let the current stream overwrite them.
 
-        Afterwards ``values`` may be overwritten on the current stream. Values for adjacent elements of ``host`` are
-        combined into one copy, which ``flush`` issues at the latest.
+        Values for adjacent elements of ``host`` are combined into one copy, which ``flush`` issues at the latest.
         """
         if host is not self._host or offset != self._begin + self._filled:
             self.flush()

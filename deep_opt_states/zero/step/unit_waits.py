@@ -12,19 +12,16 @@ from perf_model.schedule.action import Lane
 class UnitWaits:
     """The waits of forward for the units of the update that ``running`` executes.
 
-    The computing stream calls ``wait_for`` and the gathering stream ``publish``, each while it is current. Both also
-    wait for the persistent unit: any module may read its parameters.
+    Each wait includes the persistent unit, because any module may read its parameters.
     """
 
     def __init__(self, running: RunningPlan) -> None:
         self._running = running
         self._executor = running.executor
         self._waited_for: set[int] = set()
-        """Units whose parameters the computing stream has waited for."""
         self._gathered: set[int] = set()
-        """Units that only the gathering stream has waited for."""
         self._requested = 0
-        """The position in the schedule of the plan before which every rank has requested each PUBLISH."""
+        """The position in the schedule before which every rank has requested each PUBLISH."""
 
     def start(self) -> None:
         """Start with the waits for a new update."""
@@ -62,9 +59,8 @@ class UnitWaits:
     def may_block(self, unit: int) -> bool:
         """Return whether gathering the unit's parameters now could make a host wait; the same on every rank.
 
-        This holds for a CPU unit unless every rank has requested it, or a unit that the worker updates after it. It
-        depends only on the plan and on the units that forward has requested, not on the progress of this rank's worker,
-        a failure, an eviction or the number of slots.
+        This holds for a CPU unit unless every rank has requested it, or a later unit. It must not depend on the
+        progress of this rank's worker, a failure or an eviction.
         """
         position, is_published = self._publishing(unit)
         return is_published and position >= self._requested

@@ -32,9 +32,8 @@ rank's own part is, and whether it has failed, differs until the ranks synchroni
 two updates, for example in a prefetch. So the ranks synchronize before each step and each collective use of the states.
 
 An exception that a signal handler raises, such as ``KeyboardInterrupt``, may end each of these calls. It is no failure:
-the update stays in flight, and the next call ends it (*Interrupts* in ``Executor``). The phase changes only after the
-wait that it stands for. If the interrupt ends ``run``, the update has started as a whole or not at all, and is
-deferred.
+the update stays in flight, and the next call ends it (*Interrupts* in ``Executor``). The phase changes only after its
+wait. If the interrupt ends ``run``, the update has started as a whole or not at all, and is deferred.
 """
 
 from __future__ import annotations
@@ -72,11 +71,10 @@ class UpdatePhase(enum.Enum):
 class Update:
     """The updates of one engine, one after the other, with the phase that the last of them is in.
 
-    ``defers``, the same on every rank: an update may continue while the next forward runs; otherwise ``run`` ends it.
     ``on_finished`` is called once for each update that did not fail and whose waits were not interrupted.
 
     A rank whose part fails still takes part in the collectives of forward, which the other ranks wait in;
-    ``synchronize_ranks`` then stops all ranks. A failure that no later call can raise is logged when the process ends.
+    ``synchronize_ranks`` then stops all ranks. A failure that no later call can raise is logged at exit.
     """
 
     def __init__(self, running: RunningPlan, *, defers: bool, on_finished: OnFinished) -> None:
@@ -86,14 +84,14 @@ class Update:
         self._agreement = StepAgreement()
         self.units = UnitWaits(running)
         self.memory_is_short = False
-        """Whether accelerator memory is short on this rank. The ranks exchange it when they synchronize."""
+        """Whether accelerator memory is short on this rank, for the ranks to exchange."""
         self.memory_is_short_anywhere = False
-        """Whether it was short on any rank when the ranks synchronized last; the same on every rank."""
+        """Whether it was short on any rank at the last exchange."""
         self.refusal: Exception | None = None
-        """The error by which this rank refuses the next update. The ranks exchange it when they synchronize."""
+        """The error by which this rank refuses the next update, for the ranks to exchange."""
         self._phase = UpdatePhase.IDLE
         self._raised: BaseException | None = None
-        """The failure that was raised or logged here; it is not logged again at the end of the process."""
+        """The failure that was raised or logged, and is not logged again at the end of the process."""
         _ALIVE.add(self)
 
     @property
@@ -121,8 +119,8 @@ class Update:
     def run(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Start the update, with one entry of ``steps`` per sub-group, and end it unless it is deferred.
 
-        ``prepare`` gives each unit its gradients; if it raises, the update has failed on this rank. Raise
-        ``UpdateFailed`` on every rank if an update that is not deferred fails on any.
+        ``prepare`` gives each unit its gradients. Raise ``UpdateFailed`` on every rank if an update that is not
+        deferred fails on any.
         """
         self._exposure.begin_update()
         self.units.start()
@@ -161,21 +159,16 @@ class Update:
             self._phase = UpdatePhase.FINISHED
 
     def wait(self, *, states: bool = False) -> None:
-        """Block until this rank's part is done: gradients, states and parameters are the caller's again.
-
-        ``states``: the caller also reads or writes optimizer states, in host memory. The next update copies them again.
-        """
+        """Block until this rank's part is done, with ``states`` also until all states in host memory are up to date."""
         self._end(Waiter.HOST)
-        # Only a stream may have waited before.
         self._executor.end()
         if states:
             self._executor.sync_states_to_host()
 
     def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True, states: bool = False) -> None:
-        """Wait for the update, and let every rank know whether it failed on any. Every rank must call this.
+        """Wait for the update, and let every rank know whether it failed on any. This is a collective over all ranks.
 
-        This is a collective over all ranks. Raise ``UpdateFailed`` if the states are inconsistent and
-        ``raise_failure``. Without ``flushed``, this waits as ``wait_on_stream`` does, otherwise as ``wait`` does.
+        Raise ``UpdateFailed`` if it failed and ``raise_failure``. Without ``flushed``, wait only as ``wait_on_stream``.
         """
         self.wait_on_stream()
         if flushed:
@@ -191,7 +184,7 @@ class Update:
             self.raise_if_failed()
 
     def close(self) -> None:
-        """Wait for the update, log a failure that was not raised, and report the updates that were not reported."""
+        """Wait for the update, log a failure that was not raised, and report what was not reported."""
         self.wait()
         self.log_unraised_failure()
         self.report()
