@@ -172,7 +172,7 @@ def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:
     """Wrap ``owner.method``, or log a warning and return False: DeepSpeed must still be importable."""
     from wrapt import wrap_function_wrapper
 
-    if not hasattr(getattr(module, owner, None), method):
+    if not (hasattr(module, owner) and hasattr(getattr(module, owner), method)):
         _log.warning(
             "deep_opt_states does not support this version of DeepSpeed: %s has no %s.%s. Do not use the block %r; "
             "`deep-opt-states doctor` shows which versions are supported.",

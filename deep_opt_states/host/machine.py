@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def gpu() -> Gpu | None:
 
 def driver_version(loaded: Path = Path("/sys/module/nvidia/version")) -> str:
     """Return the version of NVIDIA's driver; empty if there is none, or if it cannot be determined."""
-    if loaded.is_file():
+    with suppress(OSError):
         return loaded.read_text().strip()
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

@@ -305,7 +305,7 @@ def host_updates_during_copies(device: Device[Any], memory: HostStates, directio
 def device_updates(device: Device[Any], numel: int, kernel: AdamKernel) -> Probe:
     """Return a probe of Adam on the accelerator as in training: ``LAUNCHES`` launches of ``numel`` parameters each.
 
-    The states of one launch are larger than the GPU's caches. If memory is short, launches are halved.
+    The states of one launch are larger than the GPU's caches. If memory is short, each launch updates fewer parameters.
     """
     updates = Updates(_states_that_fit(device, numel), kernel)
     timer = KernelTimer(device)

@@ -113,7 +113,14 @@ def _info(found: Mapping[str, Any]) -> RunInfo:
         num_slots=int(plan["num_slots"]),
         order=None if plan["order"] is None else tuple(map(int, plan["order"])),
     )
-    return RunInfo(**{**{name: found[name] for name in RunInfo.__dataclass_fields__}, "plan": read})
+    return RunInfo(
+        began=str(found["began"]),
+        world_size=int(found["world_size"]),
+        accelerator=str(found["accelerator"]),
+        software=dict(found["software"]),
+        plan=read,
+        memory_bytes={str(kind): int(reserved) for kind, reserved in found["memory_bytes"].items()},
+    )
 
 
 def render(run: RecordedRun, name: str) -> str:

@@ -42,8 +42,8 @@ class Executor:
     the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to execute. Only the constructor and
     ``load_plan`` reserve streams, events and slots.
 
-    **Order of calls.** One thread makes all calls: between ``begin`` and ``end`` any number of ``publish`` and
-    ``advance``, and all others only while no update is pending.
+    **Order of calls.** One thread makes all calls. ``publish`` and ``advance`` are for the time between ``begin`` and
+    ``end``; ``prefetch``, ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and ``touch`` are not.
 
     **Memory.** From ``begin`` to ``end``, gradients, optimizer states and parameters belong to the executor: the caller
     neither writes to gradients and states nor reads parameters. After ``publish``, the parameters of that unit may be

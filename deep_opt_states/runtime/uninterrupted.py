@@ -43,15 +43,16 @@ class Uninterrupted:
         self._is_settled = True
         """False while the main thread waits for a section, and after an interrupt of this wait."""
 
-    def run(self, section: Callable[[], Value]) -> Value:
-        """Run ``section`` to its end on the caller's current stream, and return its result or raise its exception.
+    def run(self, task: Callable[[], Value]) -> Value:
+        """Run ``task`` as a section to its end on the caller's current stream, and return its result or raise its
+        exception.
 
         If a signal handler raises, the section never starts, or has its effects while its result or exception is lost.
         """
         self.settle()
         if threading.current_thread() is not threading.main_thread() or not self._has_thread:
-            return section()
-        submitted = Section(section, self._device.current_stream())
+            return task()
+        submitted = Section(task, self._device.current_stream())
         self._is_settled = False
         self._worker.submit(submitted)
         # Again: a signal handler may have called ``run`` since, which sets it to true.

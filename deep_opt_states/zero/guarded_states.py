@@ -24,7 +24,7 @@ from deep_opt_states.zero.step.update import Update
 
 
 class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
-    """A mixin that lets callers use states, parameters and gradients only while no update works on them."""
+    """Stock's optimizer, whose states, parameters and gradients are used only while no update works on them."""
 
     _assembly: Assembly
     _gathers: Gathers

@@ -320,7 +320,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._gathers.order_after_caller()
         # After ``super()``: the persistent parameters are gathered before all actions are enqueued.
         self._update.advance()
-        # After ``advance``: the accelerator works while the host reports, which need not wait for events.
+        # After ``advance``: the accelerator works while the host reports, which does not wait: the events are reached.
         self._update.report_previous()
         self._gathers.direct_writes.record()
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from perf_model.cli import screen
 from perf_model.cli.inputs import read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
 from perf_model.cli.plan_command import fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
+from perf_model.cli.screen import new_table
 from perf_model.cluster.layouts import LayoutPrediction, departures, layouts_of, predict_layouts, tensor_parallel_sizes
 from perf_model.cluster.pipeline import best_pipeline_layout
 from perf_model.json_input import printable
@@ -119,14 +123,7 @@ def _with_network(
 
 
 def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: HardwareProfile) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-
-    def show(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
+    show = partial(screen.show, soft_wrap=True)
     layouts, pipeline = found["layouts"], found["megatron"]
     fitting = [layout for layout in layouts if layout["fits"]]
     show(
@@ -139,14 +136,12 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
         show(f"network {where}, per GPU: {gigabytes_per_second(rate['value'])}, {rate['origin']}")
     if fitting:
         days = () if fitting[0]["days"] is None else ("days", "GPU-hours")
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        for header in (*COLUMNS, *days, "host GB", "limited by"):
-            table.add_column(header, justify="left" if header == "limited by" else "right", no_wrap=True)
+        table = new_table((*COLUMNS, *days, "host GB", "limited by"), left=("limited by",))
         for layout in layouts[:MAX_ROWS]:
             table.add_row(*_cells(layout, len(table.columns)))
         # A line that is longer than the terminal is wrapped by it; rich would cut the columns.
         show("")
-        Console(width=max(console.width, 130)).print(table)
+        screen.show(table, width=max(shutil.get_terminal_size().columns, 130))
     if len(layouts) > MAX_ROWS:
         show(f"... and {len(layouts) - MAX_ROWS} more layouts; --json has all of them")
     for layout in layouts[len(fitting) :]:

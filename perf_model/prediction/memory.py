@@ -63,8 +63,8 @@ class TrainingSetup:
     longest_partition_numel: int | None = None
 
     def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
-        """Return whether sums of gradients of CPU units are on the accelerator. By default, they are if it updates
-        others."""
+        """Return whether sums of gradients of CPU units are on the accelerator. By default, they are if the plan
+        updates others there."""
         return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
 
 
@@ -100,8 +100,8 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
     """Return the length of each of the ``NUM_STAGING_BUFFERS`` through which gradients are copied, 0 if none are.
 
     All buffers together are as long as the longest partition of one parameter. Each is within ``STAGING_BUFFER_BYTES``
-    and not longer than a unit. Stock takes as much memory: it copies each offloaded gradient back to the accelerator
-    for its norm (``stage3.py``, ``partition_grads``).
+    and not longer than the longest unit of the CPU. Stock takes as much memory: it copies each offloaded gradient back
+    to the accelerator for its norm (``stage3.py``, ``partition_grads``).
     """
     smallest, largest = (size_bytes // grad_bytes for size_bytes in STAGING_BUFFER_BYTES)
     longest_unit = max(plan.lengths[Placement.CPU], default=0)

@@ -4,8 +4,8 @@ For example, with units of at most 500 parameters (e: embedding of 700; layers 0
 
     sub-group 0  [eeeeeee|00|11|22|33]    units  [eeee] [eee] [00 11] [22 33]
 
-Persistent parameters are in the first unit, which may have several ranges and span sub-groups. No other unit spans
-them, because DeepSpeed keeps and checkpoints the states of a sub-group as one tensor.
+Persistent parameters are the first unit, which alone spans sub-groups: DeepSpeed keeps and checkpoints the states of a
+sub-group as one tensor. Other units may have several ranges around them.
 """
 
 from __future__ import annotations

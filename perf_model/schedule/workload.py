@@ -14,7 +14,7 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 FP32_BYTES = 4
 
 ALIGNMENT = 16
-"""Wide loads start at multiples of this many elements. A range is offset by the same number from one in each memory."""
+"""Wide loads start at multiples of this many elements. In each memory, a range starts as far after one."""
 
 
 @dataclass(frozen=True)

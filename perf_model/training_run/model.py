@@ -115,14 +115,14 @@ class ModelShape:
         """Return the names of the parameters in the order in which forward first uses them. Parameters outside of
         layers and in unknown modules stay where they are registered."""
         positions: dict[str, tuple[int, int]] = {}
-        first_of_layer: dict[int, int] = {}
+        first_of_layer: dict[tuple[str, str], int] = {}
         for index, tensor in enumerate(self.tensors):
-            layer, module = layer_and_module(tensor.name) or (None, "")
-            if layer is None or module not in _MODULES_IN_FORWARD:
-                positions[tensor.name] = index, 0
-            else:
-                first = first_of_layer.setdefault(layer, index)
-                positions[tensor.name] = first, _MODULES_IN_FORWARD.index(module)
+            positions[tensor.name] = index, 0
+            # A model may have several lists of layers, such as a vision tower and a language model.
+            if found := _LAYER.match(tensor.name):
+                first = first_of_layer.setdefault((found[1], found[2]), index)
+                if found[3] in _MODULES_IN_FORWARD:
+                    positions[tensor.name] = first, _MODULES_IN_FORWARD.index(found[3])
         return sorted(positions, key=lambda name: positions[name])
 
     def uses(self) -> list[str]:
@@ -165,7 +165,7 @@ class ModelShape:
 
 LAST_PRODUCTS = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
 
-_LAYER = re.compile(r".*?\.(?:layers|h)\.([0-9]+)\.([^.]+)")
+_LAYER = re.compile(r"(.*?\.(?:layers|h))\.([0-9]+)\.([^.]+)")
 
 _MODULES_IN_FORWARD = (
     "ln_1",
@@ -185,7 +185,7 @@ _MODULES_IN_FORWARD = (
 def layer_and_module(name: str) -> tuple[int, str] | None:
     """Return the number of the layer with the parameter ``name`` and its module, None outside of layers."""
     found = _LAYER.match(name)
-    return None if found is None else (int(found[1]), found[2])
+    return None if found is None else (int(found[2]), found[3])
 
 
 def layer_in(path: str, name: str) -> int | None:

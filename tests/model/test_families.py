@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -215,3 +216,14 @@ def test_norms_and_biases_have_no_weight_decay_as_in_the_trainer() -> None:
         decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
         for name, _ in model.named_parameters():
             assert has_weight_decay(name) is (name in decayed), (family, name)
+
+
+def test_the_layers_of_two_lists_are_used_one_list_after_the_other() -> None:
+    def names(modules: tuple[str, ...]) -> list[str]:
+        layers = product(("vision.layers", "text.layers"), range(2), modules)
+        return [f"{path}.{number}.{module}.weight" for path, number, module in layers]
+
+    tensor = MODELS["7B"].tensors[0]
+    registered = names(("self_attn", "mlp", "input_layernorm"))
+    shape = replace(MODELS["7B"], tensors=tuple(tensor._replace(name=name) for name in registered))
+    assert shape.first_use() == names(("input_layernorm", "self_attn", "mlp"))

@@ -121,7 +121,7 @@ class AdamKernel(ABC):
         """Forget all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
 
     def zero(self, tensors: AdamTensors) -> None:
-        """Zero all tensors, on the CPU with all threads, whose first touch places the pages on their NUMA nodes."""
+        """Zero all tensors. The C++ kernel does so on all its threads, whose first touch places the pages."""
         for tensor in vars(tensors).values():
             if tensor is not None:
                 tensor.zero_()

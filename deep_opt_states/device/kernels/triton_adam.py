@@ -53,14 +53,7 @@ class TritonAdam(AdamKernel):
         device: torch.device,
         block: BlockShape | None = None,
     ) -> None:
-        try:
-            from deep_opt_states.device.kernels import triton_kernel
-        except Exception as error:
-            raise KernelUnavailable(
-                f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
-                f"pip install {triton_requirement()}"
-            ) from error
-        self._kernel, self._options = triton_kernel.update, triton_kernel.OPTIONS
+        self._kernel, self._options = _import_kernel()
         self._arithmetic = arithmetic
         self._betas, self._adamw = betas, adamw
         self._device = device
@@ -146,6 +139,18 @@ class TritonAdam(AdamKernel):
         return AdamTensors(
             **{name: one(torch.float32) for name in STATES}, grad=one(grad_dtype, grad_offset), param=param
         )
+
+
+def _import_kernel() -> tuple[Any, dict[str, bool]]:
+    """Return the kernel and its launch options. Raise ``KernelUnavailable`` if Triton cannot be imported."""
+    try:
+        from deep_opt_states.device.kernels import triton_kernel
+    except Exception as error:
+        raise KernelUnavailable(
+            f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
+            f"pip install {triton_requirement()}"
+        ) from error
+    return triton_kernel.update, triton_kernel.OPTIONS
 
 
 def _check(tensors: AdamTensors, device: torch.device, numel: int, skip: int) -> None:

@@ -252,8 +252,8 @@ def _check_host_memory(context: Context, plan: UpdatePlan) -> None:
     # Every rank checks before any allocates memory that another would then find missing.
     raise_together(lambda: check_free_memory(slab_bytes, numel, ranks, FreeHostMemory.measure()))
     # After every rank has checked: a trial takes memory that another rank would find missing.
-    device, limit_bytes = context.accelerator.device, machine.memlock_limit_bytes()
-    raise_together(lambda: check_locking(slab_bytes, numel, device, limit_bytes))
+    device = context.accelerator.device
+    raise_together(lambda: check_locking(slab_bytes, numel, device, machine.memlock_limit_bytes()))
 
 
 def _init_master(optimizer: Any, sub_group_id: int, states_master: torch.Tensor) -> torch.Tensor:

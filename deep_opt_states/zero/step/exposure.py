@@ -45,7 +45,7 @@ class UpdateWaits:
         """Caller's stream: prefetching for this update starts. Only ``phases`` reads it."""
         self.prefetched = False
         self.read_timeline: Callable[[], Timeline] | None = None
-        """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
+        """Returns the timeline of the update; None after a failure, and once it was reported."""
 
     @property
     def count(self) -> int:
@@ -142,7 +142,7 @@ class Exposure:
         self.reserve(max_intervals)
 
     def reserve(self, max_intervals: int) -> None:
-        """Reserve events for updates with up to ``max_intervals`` waits each, between updates that are reported."""
+        """Reserve events for updates with up to ``max_intervals`` waits each, after earlier updates were reported."""
         assert not self._prefetch_marked
         self.waits, self.previous_waits = (UpdateWaits(self._device, max_intervals) for _ in range(2))
 

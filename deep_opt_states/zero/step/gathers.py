@@ -117,7 +117,7 @@ class Gathers:
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
         """Make the current stream, which gathers, wait for the update of ``params``."""
         if own := self._own(params):
-            self._update.units.publish(self._units_of(own))
+            self._update.unit_waits.publish(self._units_of(own))
 
     def before_write(self, params: Sequence[Parameter]) -> None:
         """Let the caller write to the partitions, even in the middle of forward or backward."""
@@ -156,18 +156,18 @@ class Gathers:
         params = self._coordinator.params_of(module)
         # The computing stream reads the parameters as well. It waits before the prefetch looks at the next modules.
         partitioned = filter(self._coordinator.is_partitioned, params)
-        self._update.units.wait_for(self._units_of(partitioned))
+        self._update.unit_waits.wait_for(self._units_of(partitioned))
         with (
             self._coordinator.prefetching_until(self._may_block, params),
             # DeepSpeed makes the computing stream wait for every all-gather in flight.
-            self._update.units.for_gathering_stream(),
+            self._update.unit_waits.for_gathering_stream(),
         ):
             return fetch(module, forward)
 
     def _may_block(self, param: Parameter) -> bool:
         """Return whether prefetching ``param`` now could block the host, and so delay this module's kernels."""
         units = self._units.get(param.ds_id, ())
-        return self._update.is_deferred and any(map(self._update.units.may_block, units))
+        return self._update.is_deferred and any(map(self._update.unit_waits.may_block, units))
 
     def _units_of(self, params: Iterable[Parameter]) -> list[int]:
         return sorted({unit for param in params for unit in self._units.get(param.ds_id, ())})

@@ -294,7 +294,7 @@ class WatchedForwards:
             self._evict("in a forward that has taken half of gpu_memory_margin_gb")
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # After an error, there is no output, and the next forward evicts.
+        # After an error, there is no output, and the next forward finds a failed allocation.
         if output is not None:
             self._before_layer(module, args)
         self._is_in_forward = False

@@ -193,8 +193,7 @@ class Gradients:
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
     def writable_fp32(self, param: Parameter) -> torch.Tensor:
-        """Return the gradient in fp32 in host memory, shape [partition_numel], to write to until backward's next
-        one."""
+        """Return the gradient in fp32 in host memory, shape [partition_numel], until backward writes a new one."""
         if param.ds_id not in self._in_fp32:
             self._in_fp32[param.ds_id] = self._copied(param).cpu()
         grad_scale = self._unscaled.pop(param.ds_id, None)

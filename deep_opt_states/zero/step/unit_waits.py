@@ -57,10 +57,10 @@ class UnitWaits:
         return self._running.exposure.waits.for_gathering_stream()
 
     def may_block(self, unit: int) -> bool:
-        """Return whether gathering the unit's parameters now could make a host wait; the same on every rank.
+        """Return whether gathering the unit's parameters, while the update is deferred, could make a host wait.
 
-        This holds for a CPU unit unless every rank has requested it, or a later unit. It must not depend on the
-        progress of this rank's worker, a failure or an eviction.
+        This holds for a CPU unit unless every rank has requested it, or a unit that the worker updates after it. It is
+        the same on every rank, so it must not depend on the progress of this rank's worker, a failure or an eviction.
         """
         position, is_published = self._publishing(unit)
         return is_published and position >= self._requested

@@ -14,7 +14,7 @@ Call                      Caller                                     Collective 
 ``prefetch``              backward, at an accumulation boundary      no                the slots are filled
 ``run``                   ``step()``, at its last sub-group          unless deferred   DEFERRED; if not deferred: IDLE,
                                                                                        or it raises on every rank
-``units``                 forward, before it reads parameters        no                a stream waits for some units
+``unit_waits``            forward, before it reads parameters        no                a stream waits for some units
 ``advance``               ``step()`` and forward                     no                all actions are enqueued
 ``wait_on_stream``        backward, on every rank                    no                FINISHED; the current stream
                                                                                        waits for all but the flushes
@@ -63,7 +63,7 @@ class UpdatePhase(enum.Enum):
     DEFERRED = "deferred"
     """The update may be in flight on some rank, even if this rank's part is done."""
     FINISHED = "finished"
-    """Every rank's stream waits for its own part, and does not know yet whether another rank's part failed."""
+    """Every rank's stream waits for its own part. No rank knows yet whether another rank's part failed."""
     FAILED = "failed"
     """The update failed on some rank, and every rank knows. Nothing is updated before the states are restored."""
 
@@ -82,7 +82,7 @@ class Update:
         self._defers = defers
         self._on_finished = on_finished
         self._agreement = StepAgreement()
-        self.units = UnitWaits(running)
+        self.unit_waits = UnitWaits(running)
         self.memory_is_short = False
         """Whether accelerator memory is short on this rank, for the ranks to exchange."""
         self.memory_is_short_anywhere = False
@@ -123,12 +123,12 @@ class Update:
         deferred fails on any.
         """
         self._exposure.begin_update()
-        self.units.start()
+        self.unit_waits.start()
         self._phase = UpdatePhase.DEFERRED
         with self._exposure.waits.direct():
             self._executor.begin(steps, prepare)
             if self._defers:
-                self.units.publish_persistent_unit()
+                self.unit_waits.publish_persistent_unit()
             else:
                 self._executor.end()
         self._record_end()
@@ -169,6 +169,7 @@ class Update:
         """Wait for the update, and let every rank know whether it failed on any. This is a collective over all ranks.
 
         Raise ``UpdateFailed`` if it failed and ``raise_failure``. Without ``flushed``, wait only as ``wait_on_stream``.
+        With ``states``, bring those in host memory up to date before the ranks agree.
         """
         self.wait_on_stream()
         if flushed:

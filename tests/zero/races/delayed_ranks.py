@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
-from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.internals.coordinator import Coordinator
+from deep_opt_states.zero.step.unit_waits import UnitWaits
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.zero.parity.case import Case, by_sub_group
@@ -123,9 +123,9 @@ def logged_prefetches(log: list[str]) -> Iterator[None]:
         yield
 
 
-def worker_is_busy(self: Executor, unit: int) -> bool:
+def worker_is_busy(self: UnitWaits, unit: int) -> bool:
     """Return whether the worker has not finished: a naive ``may_block``, since the ranks' workers differ in speed."""
-    return not all(future.done() for future in self._issuer.on_cpu.values())
+    return not all(future.done() for future in self._executor._issuer.on_cpu.values())
 
 
 def run(seed: int, case: Case) -> tuple[Record, list[str]]:
@@ -182,7 +182,7 @@ def main(seeds: list[int]) -> None:
         answer(result)
     # With more ranks, the ranks would call different collectives and wait for each other for ever.
     if dist.get_world_size() == 1:
-        with mock.patch.object(Executor, "may_block", worker_is_busy):
+        with mock.patch.object(UnitWaits, "may_block", worker_is_busy):
             answer({"naive is the same": all(run(seed, case)[1] == first for seed in seeds)})
 
 
