@@ -161,6 +161,7 @@ class Config(BaseModel):
 
     @property
     def rules(self) -> PlacementRules:
+        """Return the rules by name; without rules if ``placement`` is something else."""
         return self.placement if isinstance(self.placement, PlacementRules) else NO_RULES
 
     @property

@@ -47,10 +47,12 @@ class IgnoredBlock(NamedTuple):
 
     @property
     def is_misspelled(self) -> bool:
+        """Return whether the name is not ours."""
         return self.path[-1] != CONFIG_KEY
 
     @property
     def is_switched_off(self) -> bool:
+        """Return whether stock DeepSpeed shall train, as it does."""
         return self.block is False or (isinstance(self.block, Mapping) and self.block.get("enabled") is False)
 
 

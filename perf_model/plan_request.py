@@ -1,5 +1,4 @@
-"""Collect everything that a plan depends on, so that the command and every rank of a training run find the same
-plan."""
+"""Collect everything that a plan depends on, so that the command and every rank find the same plan."""
 
 from __future__ import annotations
 
@@ -48,8 +47,11 @@ class SizedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Everything that a plan depends on. ``sub_groups`` contains one rank's partitions in DeepSpeed's order. ``uses``
-    contains the names of the parameters in order of use, once per use. It defaults to the order of ``sub_groups``."""
+    """Everything that a plan depends on.
+
+    ``sub_groups`` contains one rank's partitions in DeepSpeed's order. ``uses`` contains the names of the parameters in
+    order of use, once per use. It defaults to the order of ``sub_groups``.
+    """
 
     sub_groups: Sequence[Sequence[Partition]]
     unit_sizes: tuple[int, ...]
@@ -93,8 +95,10 @@ class PlanRequest:
         return dict.fromkeys(moved) | changes_s
 
     def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
-        """Return the reason, or an empty text if a unit is streamed. ``unavailable`` is the reason why the accelerator
-        cannot update."""
+        """Return the reason, or an empty text if a unit is streamed.
+
+        ``unavailable`` is the reason why the accelerator cannot update.
+        """
         if Placement.STREAMED in plan.placements:
             return ""
         if unavailable:

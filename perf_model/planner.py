@@ -110,9 +110,11 @@ def plan_units(
     setup: TrainingSetup,
     first_use_of: Callable[[Workload], tuple[int, ...] | None] = lambda workload: None,
 ) -> tuple[int, PlannedUpdate]:
-    """Return the unit size, in parameters, that exposes the least time, and its plan. ``workload_of`` maps a size to
-    the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise ``DoesNotFit`` if no plan fits, and
-    ``ValueError`` if there are no units or the machine cannot update a fixed one."""
+    """Return the unit size, in parameters, that exposes the least time, and its plan.
+
+    ``workload_of`` maps a size to the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise
+    ``DoesNotFit`` if no plan fits, and ``ValueError`` if there are no units or the machine cannot update a fixed one.
+    """
     cuts: list[_Cut] = []
     errors: list[DoesNotFit] = []
     for unit_size in sorted(set(sizes), reverse=True):
@@ -147,9 +149,12 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The values that determine a plan. ``cut`` is the index of the unit size. ``residents`` is a share of the units
-    that fit as residents, and ``cpu_share`` is the CPU's share of the other parameters. After a share y of these,
-    forward has passed ``y ** cpu_power`` of the CPU's."""
+    """The values that determine a plan.
+
+    ``cut`` is the index of the unit size. ``residents`` is a share of the units that fit as residents, and
+    ``cpu_share`` is the CPU's share of the other parameters. After a share y of these, forward has passed ``y **
+    cpu_power`` of the CPU's.
+    """
 
     cut: int
     num_slots: int

@@ -458,21 +458,21 @@ class FakeEngine:
 
 def test_waits_are_subtracted_from_the_phase_in_which_they_occur() -> None:
     """Check two updates that continue in the next forward and end in its backward, and one that ends in ``step()``."""
-    exposure, reported = SimpleNamespace(count=0), []
+    update, reported = SimpleNamespace(count=0), []
     optimizer = SimpleNamespace(
-        _running=SimpleNamespace(exposure=exposure),
+        _running=SimpleNamespace(exposure=SimpleNamespace(waits=update)),
         report=SimpleNamespace(updated=lambda phases, timeline: reported.append(phases)),
     )
     waits = ExposedWaits()
     waits.watch(optimizer)
     for in_step, by_forward, end in ((2, 3, 4), (1, 4, 4), (1, 1, 1)):
-        exposure.count = in_step
+        update.count = in_step
         waits.after_step()
-        exposure.count = by_forward
+        update.count = by_forward
         if in_step < by_forward:
             waits.after_forward()
             # The same step's second micro-batch follows.
-            exposure.count = end
+            update.count = end
             waits.after_forward()
         seconds = [0.1 * 2**number for number in range(end)]
         spans = [PhaseSpan(Phase.EXPOSED, 10.0 * at, 10.0 * at + wait_s) for at, wait_s in enumerate(seconds)]

@@ -182,12 +182,12 @@ class ExposedWaits:
     def after_step(self) -> None:
         """Count the waits so far, once ``step()`` has returned."""
         if self._exposure is not None:
-            self._in_step.append(self._exposure.count)
+            self._in_step.append(self._exposure.waits.count)
 
     def after_forward(self) -> None:
         """Count the waits so far after the step's first forward: the next backward begins with the update's end."""
         if len(self._by_forward) < len(self._in_step):
-            self._by_forward.append(self._exposure.count)
+            self._by_forward.append(self._exposure.waits.count)
 
     def _add(self, waits_s: list[float]) -> None:
         """Split the waits for the next reported update between forward and backward."""

@@ -26,8 +26,11 @@ CORES_PER_LAUNCH_CORE = 8
 """An estimate, not measured: on large shares, fewer than all cores use the full bandwidth of host memory."""
 
 CORES_FOR_A_SECOND_LAUNCH_CORE = 4
-"""With this many cores, two are launch cores: on a single one, NCCL's threads and the thread that pins batches would
-delay the launches of autograd's thread. The second one costs at most a third of the CPU's update rate."""
+"""The smallest number of cores of which two are launch cores.
+
+Autograd's thread keeps the first one busy. There, NCCL's threads and the thread that pins batches would delay launches,
+so that the GPU idles. With 4 cores, the second one slows CPU updates down by at most a third; with fewer, by half.
+"""
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
@@ -51,6 +54,7 @@ class RankPlace:
 
     @property
     def cpus(self) -> frozenset[int]:
+        """Return the logical CPUs of all its cores."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
     @property

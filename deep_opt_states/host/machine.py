@@ -23,6 +23,7 @@ class CoreCounts:
 
     @property
     def usable(self) -> int:
+        """Return how many logical CPUs this process can keep busy."""
         return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
 
 
@@ -36,6 +37,7 @@ class HostMemory:
 
     @property
     def usable_bytes(self) -> int:
+        """Return the smaller of the host's memory and the cgroup's limit."""
         return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
 

@@ -36,10 +36,12 @@ class Ranks:
 
     @property
     def rank(self) -> int:
+        """Return the number of this rank."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     @property
     def size(self) -> int:
+        """Return the number of ranks."""
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def gather(self, value: Value) -> list[Value]:

@@ -105,14 +105,17 @@ class UpdateRecord:
 
     @cached_property
     def timeline(self) -> Timeline:
+        """Return the measured timeline, which is read once."""
         return self.read_timeline()
 
     @cached_property
     def measured(self) -> MeasuredUpdate:
+        """Return the seconds that are compared with the prediction."""
         return MeasuredUpdate.from_timeline(self.timeline, self.phases)
 
     @cached_property
     def numbers(self) -> Numbers:
+        """Return the reported numbers."""
         measured, timeline, plan = self.measured, self.timeline, self.plan
         return Numbers(
             update_s=measured.update_s,

@@ -90,6 +90,7 @@ class UnitPart:
 
     def cpu_update(self) -> RangeUpdate:
         # An fp32 model is published from the master weights.
+        """Return the update on the CPU."""
         param = None if self.rounded is self.master else self.rounded
         return self._update((self.master, self.exp_avg, self.exp_avg_sq), param)
 

@@ -101,6 +101,7 @@ class StateMemory:
 
     @property
     def parts(self) -> list[UnitPart]:
+        """Return the parts of all units, in the order of the units."""
         return [part for unit in self.units for part in unit.parts]
 
     def release_params(self) -> None:

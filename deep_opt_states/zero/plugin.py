@@ -35,8 +35,11 @@ from deep_opt_states.zero.step.direct_writes import checks_direct_writes
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine._configure_zero_optimizer``. This is a collective, also for ranks whose block is
-    disabled. A rank without the block never calls it, and the others wait."""
+    """Replace ``DeepSpeedEngine._configure_zero_optimizer``.
+
+    This is a collective, also for ranks whose block is disabled. A rank without the block never calls it, and the
+    others wait.
+    """
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         return wrapped(*args, **kwargs)

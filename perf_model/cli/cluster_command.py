@@ -35,8 +35,10 @@ PIPELINE = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the layouts, and return the exit code: 1 if none fits into memory. Raise ``ModelError`` or
-    ``ProfileError``."""
+    """Print the layouts, and return the exit code: 1 if none fits into memory.
+
+    Raise ``ModelError`` or ``ProfileError``.
+    """
     without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
     [inputs] = read_inputs(without_network, (options.gpus, 1))
     job, limits, sizes, batch = inputs.job, inputs.limits, options.tensor_parallel_sizes, options.global_batch
@@ -91,8 +93,10 @@ def _figures(predicted: LayoutPrediction, tokens: float | None, gpus: int) -> di
 def _with_network(
     profile: HardwareProfile, job: Job, options: argparse.Namespace
 ) -> tuple[HardwareProfile, dict[str, str]]:
-    """Return the profile with the rates of the network, and their origins. Raise ``ModelError`` if a rate is
-    missing."""
+    """Return the profile with the rates of the network, and their origins.
+
+    Raise ``ModelError`` if a rate is missing.
+    """
     for name in ("network_gb_per_s", "node_gb_per_s"):
         if (given := getattr(options, name)) is not None:
             check_figure(f"--{name.replace('_', '-')}", given, FIGURES["network_gb_per_s"])

@@ -32,8 +32,11 @@ CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "gpu_memory_margin_gb", "sub_gro
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The checked inputs of one forecast. ``model`` is the preset, the path of the config.json, or the number of
-    parameters. ``given`` contains the options of ``CONFIG_OPTIONS`` that the user gave."""
+    """The checked inputs of one forecast.
+
+    ``model`` is the preset, the path of the config.json, or the number of parameters. ``given`` contains the options of
+    ``CONFIG_OPTIONS`` that the user gave.
+    """
 
     job: Job
     profile: HardwareProfile
@@ -55,8 +58,10 @@ class Inputs:
 
 
 def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> list[Inputs]:
-    """Return the inputs for each pair of world size and micro-batch. Raise ``ModelError`` or ``ProfileError``. A world
-    size of None follows from the nodes."""
+    """Return the inputs for each pair of world size and micro-batch.
+
+    Raise ``ModelError`` or ``ProfileError``. A world size of None follows from the nodes.
+    """
     machine, shape = read_machine(options), _model(options)
     try:
         rules = NO_RULES if options.rules is None else _read_rules(options.rules)

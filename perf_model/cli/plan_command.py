@@ -33,7 +33,6 @@ LARGER_MODELS = (45, 0.038, 0.168)
 """The number of published runs of larger models, with the median and 90th percentile of the relative errors of their
 iterations. The rates were fitted to smaller models on the same machine (``python -m benchmarks published``)."""
 
-
 WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit like these has another placement"
 
 

@@ -98,8 +98,11 @@ def _inputs(inputs: Inputs) -> dict[str, Any]:
 
 
 def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
-    """Return the part of the DeepSpeed config that the plan needs. Training repeats the choices of the planner. If
-    rules place everything, it does not plan, so the unit size and the number of slots are included."""
+    """Return the part of the DeepSpeed config that the plan needs.
+
+    Training repeats the choices of the planner. If rules place everything, it does not plan, so the unit size and the
+    number of slots are included.
+    """
     job, plan, given, overlap = found.job, found.planned.plan, inputs.given, inputs.overlap
     planned = any(unit.fixed is None for unit in plan.workload.units)
     block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}

@@ -1,6 +1,8 @@
-"""List the layouts in which DeepSpeed can train a global batch, and predict each with its best plan. The *takeaways*
-are from arXiv 2104.04473, sections 3.2 to 3.4. They assume a pipeline with all states on the GPU, so the fastest layout
-may depart from them."""
+"""List the layouts in which DeepSpeed can train a global batch, and predict each with its best plan.
+
+The *takeaways* are from arXiv 2104.04473, sections 3.2 to 3.4. They assume a pipeline with all states on the GPU, so
+the fastest layout may depart from them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPrediction:
-    """A layout that fits into memory, with the parts of its iteration. The parts are compute with the fixed time,
-    exposed communication, and the exposed update with the copies of gradients. ``binding`` is the part whose removal
-    would shorten the iteration the most."""
+    """A layout that fits into memory, with the parts of its iteration.
+
+    The parts are compute with the fixed time, exposed communication, and the exposed update with the copies of
+    gradients. ``binding`` is the part whose removal would shorten the iteration the most.
+    """
 
     layout: Layout
     found: Forecast
@@ -58,8 +62,11 @@ def tensor_parallel_sizes(job: Job) -> list[int]:
 def layouts_of(
     job: Job, global_batch: int, tensor_parallel: Sequence[int], micro_batches: Sequence[int] | None = None
 ) -> list[Layout]:
-    """Return the layouts with these sizes, by tensor-parallel size and micro-batch. ``job`` contains everything but the
-    layout. Raise ``ModelError`` if a size is impossible or no layout divides the global batch evenly."""
+    """Return the layouts with these sizes, by tensor-parallel size and micro-batch.
+
+    ``job`` contains everything but the layout. Raise ``ModelError`` if a size is impossible or no layout divides the
+    global batch evenly.
+    """
     require_integer("global_batch", global_batch, 1, 10**9, "Correct --global-batch.")
     found = []
     data_parallel = {size: replace(job, tensor_parallel=size).data_parallel for size in sorted(set(tensor_parallel))}
@@ -90,8 +97,11 @@ def predict_layouts(
     overlap: Overlap,
     unit_sizes: tuple[int, ...],
 ) -> tuple[list[LayoutPrediction], dict[Layout, str]]:
-    """Return the layouts that fit into memory, the fastest first, and the others with the reason. ``layouts`` must be
-    sorted. Of those that do not fit, only the smallest micro-batch of each tensor-parallel size is returned."""
+    """Return the layouts that fit into memory, the fastest first, and the others with the reason.
+
+    ``layouts`` must be sorted. Of those that do not fit, only the smallest micro-batch of each tensor-parallel size is
+    returned.
+    """
     fitting: list[LayoutPrediction] = []
     unfit: dict[Layout, str] = {}
     for layout in layouts:
@@ -128,7 +138,9 @@ def _prediction(layout: Layout, found: Forecast, profile: HardwareProfile) -> La
 
 def departures(fitting: Sequence[LayoutPrediction], node_size: int, compared: Collection[int]) -> list[str]:
     """Return one sentence for each takeaway that the fastest layout, the first of ``fitting``, departs from.
-    ``node_size`` is the largest possible tensor-parallel size, and ``compared`` contains the sizes of all layouts."""
+
+    ``node_size`` is the largest possible tensor-parallel size, and ``compared`` contains the sizes of all layouts.
+    """
     best, size = fitting[0], fitting[0].layout.tensor_parallel
     fastest = {found.layout.tensor_parallel: found for found in reversed(fitting)}
 

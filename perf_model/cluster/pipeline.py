@@ -1,5 +1,7 @@
-"""Estimate the layout and the speed of Megatron-LM's pipeline on the same cluster, for comparison. DeepSpeed runs no
-pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``). Sections are of arXiv 2104.04473."""
+"""Estimate the layout and the speed of Megatron-LM's pipeline on the same cluster, for comparison.
+
+DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``). Sections are of arXiv 2104.04473.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Model the cost of an action: the time that it takes alone, and the amount of each shared resource that it uses.
+
 Actions that overlap share resources. ``relative_speeds`` computes their slowdown from the amounts. ``docs/design.md``
-explains the model."""
+explains the model.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,11 @@ class BytesPerParam:
 
 
 def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
-    """Return the bytes per parameter that our runtime moves in each kind of action. CPU_STEP is one pass. It reads and
-    writes p, m and v (24), reads the gradient, and writes 16-bit parameters. With ``params_on_host``, it also writes
-    fp32 ones, and GPU_STEP copies the parameters down."""
+    """Return the bytes per parameter that our runtime moves in each kind of action.
+
+    CPU_STEP is one pass. It reads and writes p, m and v (24), reads the gradient, and writes 16-bit parameters. With
+    ``params_on_host``, it also writes fp32 ones, and GPU_STEP copies the parameters down.
+    """
     staged = STAGED_BYTES_PER_PARAM
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
@@ -98,9 +102,11 @@ class Load:
 
 
 def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float]) -> list[float]:
-    """Return each running action's speed relative to running alone, by max-min fair sharing. All speeds rise together
-    until a resource is full. The actions that use it keep their speed, and the others rise further. For example, two
-    actions that each use two thirds of a resource's capacity alone both run at 0.75."""
+    """Return each running action's speed relative to running alone, by max-min fair sharing.
+
+    All speeds rise together until a resource is full. The actions that use it keep their speed, and the others rise
+    further. For example, two actions that each use two thirds of a resource's capacity alone both run at 0.75.
+    """
     result = [1.0] * len(loads)
     rising = {index for index, load in enumerate(loads) if load.alone_s > 0}
     left = dict(capacities)
@@ -123,8 +129,10 @@ def relative_speeds(loads: Sequence[Load], capacities: Mapping[Resource, float])
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The ``capacities`` of one rank per second, and the amounts ``per_param`` that each kind of action uses. The unit
-    is bytes. CPU and GPU are counted in seconds of the rank's whole share, with capacity 1."""
+    """The ``capacities`` of one rank per second, and the amounts ``per_param`` that each kind of action uses.
+
+    The unit is bytes. CPU and GPU are counted in seconds of the rank's whole share, with capacity 1.
+    """
 
     capacities: Mapping[Resource, float]
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
@@ -184,8 +192,11 @@ class CostModel:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
-        """Return the cost model of our update. Raise ``ProfileError`` if a rate is missing. If the profile contains no
-        rate of an accelerator, the CPU is the accelerator."""
+        """Return the cost model of our update.
+
+        Raise ``ProfileError`` if a rate is missing. If the profile contains no rate of an accelerator, the CPU is the
+        accelerator.
+        """
         on_host = params_on_host or not profile.has_accelerator
         traffic = traffic_by_action(param_bytes, params_on_host=on_host)
         return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
@@ -240,8 +251,10 @@ class CostModel:
 
 
 def _dram_capacity(profile: HardwareProfile) -> float:
-    """Return the bytes per second that host memory reached during a CPU update and transfers both ways. This is a lower
-    bound of the capacity, as is the rate of either alone."""
+    """Return the bytes per second that host memory reached during a CPU update and transfers both ways.
+
+    This is a lower bound of the capacity, as is the rate of either alone.
+    """
     cpu = profile.rate("cpu_adam_params_per_s")
     # If the rate of both directions is waived, its upper bound is known, but only one direction is a lower bound.
     both = profile.get("both_bytes_per_s") or max(map(profile.rate, ("h2d_bytes_per_s", "d2h_bytes_per_s")))

@@ -1,5 +1,8 @@
-"""Define ``HardwareProfile``, the measured rates of a machine with their origin. All rates are per rank, while all
-ranks of the node work. A rate that could not be measured is *waived*, with the reason."""
+"""Define ``HardwareProfile``, the measured rates of a machine with their origin.
+
+All rates are per rank, while all ranks of the node work. A rate that could not be measured is *waived*, with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +94,10 @@ LIMITS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[tuple[str, float, str, float, float]]:
-    """Yield each rate above its limit: name, value, names and sum of the rates alone, tolerance. ``median_of`` returns
-    the rate of a name, or None if it is missing."""
+    """Yield each rate above its limit: name, value, names and sum of the rates alone, tolerance.
+
+    ``median_of`` returns the rate of a name, or None if it is missing.
+    """
     for name, (names, tolerance) in LIMITS.items():
         rate, *alone = (median_of(each) or math.nan for each in (name, *names))
         # A missing rate, which is NaN, is above no limit and no limit itself.
@@ -148,8 +153,11 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """The rates of one rank on one machine. Raise ``ProfileError`` if a value is missing or implausible.
-    ``cpu_adam_by_threads`` maps numbers of threads to parameters per second."""
+    """The rates of one rank on one machine.
+
+    Raise ``ProfileError`` if a value is missing or implausible. ``cpu_adam_by_threads`` maps numbers of threads to
+    parameters per second.
+    """
 
     name: str
     provenance: Provenance
@@ -206,8 +214,11 @@ class HardwareProfile:
 
     @property
     def both_directions(self) -> float:
-        """Return the bytes per second of concurrent transfers in both directions. If the rate is waived, return its
-        upper bound, the sum of the rates alone. Raise ``ProfileError`` if it is missing."""
+        """Return the bytes per second of concurrent transfers in both directions.
+
+        If the rate is waived, return its upper bound, the sum of the rates alone. Raise ``ProfileError`` if it is
+        missing.
+        """
         measurement = self.measurements.get("both_bytes_per_s")
         if measurement is None or measurement.waived is None:
             return self.rate("both_bytes_per_s")

@@ -63,8 +63,10 @@ class TrainingSetup:
     longest_partition_numel: int | None = None
 
     def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
-        """Return whether sums of gradients of CPU units are on the accelerator. By default, they are if the plan
-        updates others there."""
+        """Return whether sums of gradients of CPU units are on the accelerator.
+
+        By default, they are if the plan updates others there.
+        """
         return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
 
 
@@ -109,8 +111,10 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
 
 
 def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffers of ``staging_numel``, and those through which persistent parameters are published. There are
-    none if the accelerator shares host memory."""
+    """Return the buffers of ``staging_numel``, and those through which persistent parameters are published.
+
+    There are none if the accelerator shares host memory.
+    """
     shares_host_memory = not setup.widths.publishes and not setup.params_on_host
     if setup.longest_partition_numel is None or shares_host_memory:
         return []
@@ -202,8 +206,10 @@ def excess_of(missing: dict[str, int]) -> str:
 
 
 def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
-    """Return the most memory that the optimizer needs with ``plan``, in whole segments of PyTorch's allocator. Staging
-    buffers are not counted if stock takes as much for gradients (``staging_numel``)."""
+    """Return the most memory that the optimizer needs with ``plan``, in whole segments of PyTorch's allocator.
+
+    Staging buffers are not counted if stock takes as much for gradients (``staging_numel``).
+    """
     reserved = reserved_by_the_runtime(plan, setup)
     if staging := staging_buffers(plan, setup):
         taken_bytes = sum(buffer.count * buffer.each_bytes for buffer in staging)
@@ -213,9 +219,11 @@ def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryU
 
 
 def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
-    """Return the bytes that PyTorch takes from the device (``c10/cuda/CUDACachingAllocator.cpp``). Blocks are multiples
-    of 512 B. Blocks of up to 1 MiB share segments of 2 MiB, and those below 10 MiB share segments of 20 MiB. Each
-    larger block has its own segment, a multiple of 2 MiB. A segment contains whole blocks."""
+    """Return the bytes that PyTorch takes from the device (``c10/cuda/CUDACachingAllocator.cpp``).
+
+    Blocks are multiples of 512 B. Blocks of up to 1 MiB share segments of 2 MiB, and those below 10 MiB share segments
+    of 20 MiB. Each larger block has its own segment, a multiple of 2 MiB. A segment contains whole blocks.
+    """
     taken_bytes = 0
     free_bytes = {2 * MIB: 0, 20 * MIB: 0}
     for tensors in reservations:

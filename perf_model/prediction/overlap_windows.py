@@ -51,8 +51,10 @@ class Windows:
         return blocked_s + self._late_prefetches_s(timeline, blocked_s, cost)
 
     def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
-        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked. Both
-        share the link in ``backward_s``, and slow each other down until one of them ends."""
+        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked.
+
+        Both share the link in ``backward_s``, and slow each other down until one of them ends.
+        """
         forward_end_s = self.forward_s + blocked_s
         filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
         flushed_s = max(0.0, timeline.end_s - forward_end_s)

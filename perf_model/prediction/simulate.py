@@ -56,8 +56,11 @@ class _Running:
 
 
 class _Simulation:
-    """One simulation, in which actions are identified by their positions in the schedule. ``_waiting`` contains the
-    positions that have not started, per lane and with the next one last. ``_ended_s`` is finite for ended actions."""
+    """One simulation, in which actions are identified by their positions in the schedule.
+
+    ``_waiting`` contains the positions that have not started, per lane and with the next one last. ``_ended_s`` is
+    finite for ended actions.
+    """
 
     def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
         self._actions = schedule.actions

@@ -22,9 +22,11 @@ class Bound:
 def work_bound(
     workload: Workload, cost: CostModel, gpu_bytes: int | None, setup: TrainingSetup = DEFAULT_SETUP
 ) -> Bound:
-    """Return the least busy time of the busiest resource over all plans that fit in ``gpu_bytes``, None if unlimited. A
-    streamed parameter uses at least as much of each resource as a resident one, so as many are resident as fit next to
-    the gradients. The time is convex in the share that the accelerator updates."""
+    """Return the least busy time of the busiest resource over all plans that fit in ``gpu_bytes``, None if unlimited.
+
+    A streamed parameter uses at least as much of each resource as a resident one, so as many are resident as fit next
+    to the gradients. The time is convex in the share that the accelerator updates.
+    """
     numel, each_bytes = workload.numel, STAGED_BYTES_PER_PARAM
     busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
     free_bytes, gradients_bytes = float("inf") if gpu_bytes is None else gpu_bytes, setup.widths.grad * numel

@@ -12,8 +12,11 @@ _PAPER_VOCAB = 51_200
 
 
 def paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -> ModelShape:
-    """Return a GPT with the sizes in the logs of the paper's artifact. The width of the feed-forward follows from them.
-    The runs trained Llama-like models, which differ in the cuts and by a few percent in activations."""
+    """Return a GPT with the sizes in the logs of the paper's artifact.
+
+    The width of the feed-forward follows from them. The runs trained Llama-like models, which differ in the cuts and by
+    a few percent in activations.
+    """
     shape = gpt(name, layers=layers, hidden=hidden, heads=heads, vocab=_PAPER_VOCAB, positions=0)
     missing = (numel - shape.numel) / layers
     width = shape.intermediate + round(missing / (2 * hidden + 1))

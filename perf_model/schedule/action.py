@@ -44,8 +44,10 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One step of the update of one unit, in the staging ``slot`` if it is streamed. ``waits`` names the actions of
-    *other* lanes that must have finished before this one starts."""
+    """One step of the update of one unit, in the staging ``slot`` if it is streamed.
+
+    ``waits`` names the actions of *other* lanes that must have finished before this one starts.
+    """
 
     kind: ActionKind
     unit: int

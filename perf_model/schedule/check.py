@@ -40,9 +40,11 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
 
 
 def check_next_update(schedule: Schedule, carried: Mapping[str, str]) -> None:
-    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes. ``carried`` maps a
-    prefetch to the flush of the update before that it waits for. The next update has the same schedule, with slots
-    shifted by ``slot_shift``."""
+    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes.
+
+    ``carried`` maps a prefetch to the flush of the update before that it waits for. The next update has the same
+    schedule, with slots shifted by ``slot_shift``.
+    """
     by_name = {action.name: action for action in schedule.actions}
     clocks = Clocks()
     for action in schedule.actions:

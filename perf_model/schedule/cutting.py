@@ -105,8 +105,10 @@ def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
 
 
 def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, int]) -> list[tuple[int, str]]:
-    """Return the lengths and labels of the longest runs of layers up to ``unit_size``. A part of a layer is its own
-    run."""
+    """Return the lengths and labels of the longest runs of layers up to ``unit_size``.
+
+    A part of a layer is its own run.
+    """
     runs: list[tuple[int, str]] = []
     may_join = False
     for layer, of_layer in groupby(partitions, key=lambda partition: layer_of(partition.name)):

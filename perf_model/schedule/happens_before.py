@@ -1,6 +1,8 @@
-"""Relate the actions of a schedule by happens-before: the required order, and the guaranteed order. ``CHAINS`` and
-``dependencies`` give the required order. ``Clocks`` gives the guaranteed order, by vector clocks with one counter per
-lane. ``lowering`` adds waits until the guaranteed order includes the required one."""
+"""Relate the actions of a schedule by happens-before: the required order, and the guaranteed order.
+
+``CHAINS`` and ``dependencies`` give the required order. ``Clocks`` gives the guaranteed order, by vector clocks with
+one counter per lane. ``lowering`` adds waits until the guaranteed order includes the required one.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
 
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
-    """Return, by action name, the actions that must have finished before the action starts. These are the predecessor
-    in the unit's chain and, for a PREFETCH, the FLUSH_STATES of the previous occupant of its slot."""
+    """Return, by action name, the actions that must have finished before the action starts.
+
+    These are the predecessor in the unit's chain and, for a PREFETCH, the FLUSH_STATES of the previous occupant of its
+    slot.
+    """
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
     occupant: dict[int, Action] = {}

@@ -1,6 +1,9 @@
-"""Lay out one rank's page-locked slab, sub-group by sub-group and tensor by tensor. The layout does not depend on the
-plan, so that a later plan can move any unit. The slab is one allocation, because PyTorch's allocator of pinned memory
-would round each tensor up to a power of two (``ATen/core/CachingHostAllocator.h``)."""
+"""Lay out one rank's page-locked slab, sub-group by sub-group and tensor by tensor.
+
+The layout does not depend on the plan, so that a later plan can move any unit. The slab is one allocation, because
+PyTorch's allocator of pinned memory would round each tensor up to a power of two
+(``ATen/core/CachingHostAllocator.h``).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes per element of parameters and gradients. ``publishes`` is false if the CPU writes the parameters of the
-    model itself: if the accelerator shares host memory, or if DeepSpeed offloads parameters."""
+    """Bytes per element of parameters and gradients.
+
+    ``publishes`` is false if the CPU writes the parameters of the model itself: if the accelerator shares host memory,
+    or if DeepSpeed offloads parameters.
+    """
 
     param: int
     grad: int

@@ -54,9 +54,11 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 
 
 def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
-    """Return the actions, without waits, in the order in which the host issues them. CPU units come first, so that the
-    CPU lane is never idle. A prefetch follows the flush that frees its slot, so that the h2d lane runs ahead by the
-    number of slots."""
+    """Return the actions, without waits, in the order in which the host issues them.
+
+    CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its slot, so that
+    the h2d lane runs ahead by the number of slots.
+    """
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1

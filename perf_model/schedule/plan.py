@@ -19,9 +19,11 @@ DEFAULT_NUM_SLOTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones. The host
-    processes the units in ``order``, which defaults to ``forward_order``. Raise ``ValueError`` if placements, slots or
-    order are invalid, or if the persistent unit is not on the CPU."""
+    """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones.
+
+    The host processes the units in ``order``, which defaults to ``forward_order``. Raise ``ValueError`` if placements,
+    slots or order are invalid, or if the persistent unit is not on the CPU.
+    """
 
     workload: Workload
     placements: tuple[Placement, ...]

@@ -1,5 +1,7 @@
-"""Define rules that place parameters by name: ``"placement": [{"match": "*.experts.*", "states": "cpu"}]``. The first
-rule that matches a name counts. A rule without effect is an error, because it is most often a misspelt name."""
+"""Define rules that place parameters by name: ``"placement": [{"match": "*.experts.*", "states": "cpu"}]``.
+
+The first rule that matches a name counts. A rule without effect is an error, because it is most often a misspelt name.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,10 @@ class PlacementRules:
     def check(
         self, trained: Sequence[str], frozen: Collection[str] = (), aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Raise ``RulesError`` if a rule has no effect on a model with these names of parameters. ``aliases`` maps each
-        further name of a tied parameter to its first name."""
+        """Raise ``RulesError`` if a rule has no effect on a model with these names of parameters.
+
+        ``aliases`` maps each further name of a tied parameter to its first name.
+        """
         for number, rule in enumerate(self.rules):
             key, found = f"[{number}].match", ", ".join(map(repr, rule.match))
             for pattern in rule.match:
@@ -158,9 +162,11 @@ def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first. The
-    nearest share most letters with the pattern, in runs of at least three. The shortest come first among these. Names
-    that differ only in numbers count once."""
+    """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first.
+
+    The nearest share most letters with the pattern, in runs of at least three. The shortest come first among these.
+    Names that differ only in numbers count once.
+    """
     candidates: dict[str, str] = {}
     for name in names:
         for text in (name, layer_of(name)):

@@ -31,8 +31,11 @@ def slot_shift(schedule: Schedule) -> int:
 
 
 def flushes_before(schedule: Schedule) -> dict[str, str]:
-    """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for. A prefetch waits
-    for the last flush out of its memory and for the flush of its unit. A wait that another implies is left out."""
+    """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for.
+
+    A prefetch waits for the last flush out of its memory and for the flush of its unit. A wait that another implies is
+    left out.
+    """
     flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
     last_out_of = {flush.slot: number for number, flush in enumerate(flushes)}
     flush_of = {flush.unit: number for number, flush in enumerate(flushes)}

@@ -19,8 +19,11 @@ from perf_model.schedule.workload import Partition, Unit, Workload
 
 
 class ParameterUses:
-    """The elements that forward has used before it first needs a unit. ``uses`` contains the names of the parameters in
-    order of use, once per use. Names that are not in ``sub_groups`` do not count."""
+    """The elements that forward has used before it first needs a unit.
+
+    ``uses`` contains the names of the parameters in order of use, once per use. Names that are not in ``sub_groups`` do
+    not count.
+    """
 
     def __init__(self, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> None:
         self._sub_groups = sub_groups

@@ -37,17 +37,22 @@ def llama(name: str, *, qkv_bias: bool = False, **sizes: Any) -> ModelShape:
 def gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, intermediate: int | None = None
 ) -> ModelShape:
-    """Return a GPT as in the Megatron-LM paper, with biases and tied embeddings, and with the names of Llama. There are
-    ``positions`` learned position embeddings, 0 with rotary ones. ``intermediate`` defaults to four times the width."""
+    """Return a GPT as in the Megatron-LM paper, with biases and tied embeddings, and with the names of Llama.
+
+    There are ``positions`` learned position embeddings, 0 with rotary ones. ``intermediate`` defaults to four times the
+    width.
+    """
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "vocab": vocab}
     sizes |= {"head_dim": hidden // heads, "positions": positions, "intermediate": intermediate or 4 * hidden}
     return _decoder(name, biases=_OF_GPT, tied=True, gated=False, **sizes)
 
 
 def generic_model(numel: int, layers: int | None = None, hidden: int | None = None) -> ModelShape:
-    """Return a dense model like Llama with exactly ``numel`` parameters. Raise ``ModelError`` if there is none.
-    ``layers`` and ``hidden`` default to plausible numbers, from which the width of the feed-forward follows. The last
-    few parameters, which no width divides, are a vector ``model.rest``."""
+    """Return a dense model like Llama with exactly ``numel`` parameters.
+
+    Raise ``ModelError`` if there is none. ``layers`` and ``hidden`` default to plausible numbers, from which the width
+    of the feed-forward follows. The last few parameters, which no width divides, are a vector ``model.rest``.
+    """
     require_integer("--params", numel, MIN_PARAMETERS, MAX_PARAMETERS, "Correct --params.")
     for key, value in {"layers": layers, "hidden": hidden}.items():
         if value is not None:
@@ -97,8 +102,10 @@ def _decoder(
     source: str = "",
     **sizes: Any,
 ) -> ModelShape:
-    """Return a decoder with biases in the modules ``biases``. The feed-forwards of the first ``wider_layers`` are wider
-    by one. ``tied``: the head uses the table of tokens."""
+    """Return a decoder with biases in the modules ``biases``.
+
+    The feed-forwards of the first ``wider_layers`` are wider by one. ``tied``: the head uses the table of tokens.
+    """
     layers, hidden, vocab, head_dim = (sizes[key] for key in ("layers", "hidden", "vocab", "head_dim"))
     query, key_value = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
     # Parameters with two widths are multiplied. A table that is only looked up counts as a vector.

@@ -44,8 +44,11 @@ LIMITS_TO_LIFT = {
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedIteration:
-    """The predicted seconds of one training iteration with all of its micro-batches. ``update_s`` includes exposed and
-    hidden time. ``fixed_s`` is in none of the phases. ``mfu`` is None if the peak is unknown."""
+    """The predicted seconds of one training iteration with all of its micro-batches.
+
+    ``update_s`` includes exposed and hidden time. ``fixed_s`` is in none of the phases. ``mfu`` is None if the peak is
+    unknown.
+    """
 
     forward_s: float
     backward_s: float
@@ -82,8 +85,10 @@ Outcome = PredictedIteration | Infeasible
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank. None is unlimited. As in training, only
-    units that rules place on the GPU may use ``gpu_margin``."""
+    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank.
+
+    None is unlimited. As in training, only units that rules place on the GPU may use ``gpu_margin``.
+    """
 
     gpu: int | None
     host: int | None
@@ -100,9 +105,11 @@ class Overlap:
 
 
 class Forecast:
-    """The predicted iteration of a job on one machine with the best plan, and with the alternatives. Whether a plan
-    fits does not depend on ``overlap`` or ``overheads``. The windows of the update are the last backward of a step and
-    the first forward of the next one."""
+    """The predicted iteration of a job on one machine with the best plan, and with the alternatives.
+
+    Whether a plan fits does not depend on ``overlap`` or ``overheads``. The windows of the update are the last backward
+    of a step and the first forward of the next one.
+    """
 
     def __init__(
         self,
@@ -113,8 +120,11 @@ class Forecast:
         unit_sizes: Iterable[int],
         overheads: Overheads = NO_OVERHEADS,
     ) -> None:
-        """Find the best plan. ``overheads`` are the fixed seconds of the host, which no profile measures. Raise
-        ``DoesNotFit``, with the remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate."""
+        """Find the best plan.
+
+        ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit``, with the
+        remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
+        """
         self.job, self._profile, self._limits = job, profile, limits
         self._has_gpu = profile.has_accelerator
         self._rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
@@ -203,8 +213,10 @@ class Forecast:
 
     @cached_property
     def baselines(self) -> dict[str, Outcome]:
-        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups. All of them
-        keep to the plan's ``budgets``, and Twin-Flow gets as much GPU memory as the plan takes."""
+        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups.
+
+        All of them keep to the plan's ``budgets``, and Twin-Flow gets as much GPU memory as the plan takes.
+        """
         workload, no_gpu_adam = self.planned.plan.workload, None
         if Placement.STREAMED not in self.cost.placements:
             lacking = "the profile has no rate of Adam on the accelerator"
@@ -250,7 +262,6 @@ class Forecast:
         return UpdatePlan(workload=workload, placements=placements, num_slots=1)
 
     def _residents_of_twin_flow(self) -> int:
-
         def is_too_many(residents: int) -> bool:
             reserved = reserved_by_stock(self._plan_of_deepspeed(residents), PARAM_BYTES)
             return MemoryUse.from_reservations(reserved).gpu_bytes > self.planned.memory.gpu_bytes
@@ -274,8 +285,11 @@ class Forecast:
 
     @property
     def memory(self) -> MemoryUse:
-        """Return the peak memory of training: GPU memory per GPU, and host memory per node. It includes the model,
-        activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for it."""
+        """Return the peak memory of training: GPU memory per GPU, and host memory per node.
+
+        It includes the model, activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for
+        it.
+        """
         optimizer, ranks, training_bytes = self.planned.memory, self.job.ranks_on_node, self._bytes_of(self._training)
         gpu_bytes, host_bytes = 0, optimizer.host_bytes + training_bytes
         if self._has_gpu:

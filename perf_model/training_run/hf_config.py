@@ -1,5 +1,7 @@
-"""Count the parameters of the model of a Hugging Face ``config.json``, which transformers builds without weights. No
-code of the model's author is executed, and nothing is downloaded."""
+"""Count the parameters of the model of a Hugging Face ``config.json``, which transformers builds without weights.
+
+No code of the model's author is executed, and nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +73,11 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
 
 
 def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
-    """Return the shape of the model that transformers builds. Raise whatever transformers raises. Operations are those
-    of a text: encoders for images and sound count only as parameters. Of experts, the share counts that a token is
-    routed to. Sizes that the config does not name are 0."""
+    """Return the shape of the model that transformers builds.
+
+    Raise whatever transformers raises. Operations are those of a text: encoders for images and sound count only as
+    parameters. Of experts, the share counts that a token is routed to. Sizes that the config does not name are 0.
+    """
     # Models with a backbone would look it up on the hub. transformers reads the variable when it is imported.
     is_set = "HF_HUB_OFFLINE" in os.environ
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -131,8 +135,10 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
 def _parameters_of(
     model: Any, configs: set[type], active: tuple[int, int]
 ) -> tuple[list[ParameterShape], list[tuple[str, str]]]:
-    """Return the parameters of ``model``, and each further name of a tied one with its first name. A token passes the
-    modules with a config of the types ``configs``, and the share ``active`` of experts."""
+    """Return the parameters of ``model``, and each further name of a tied one with its first name.
+
+    A token passes the modules with a config of the types ``configs``, and the share ``active`` of experts.
+    """
     import torch
     import transformers
 

@@ -93,8 +93,10 @@ class Job:
 
     @cached_property
     def sub_groups(self) -> list[list[Partition]]:
-        """Return ``partitions`` by DeepSpeed's sub-groups. As in Hugging Face's Trainer, norms and biases form their
-        own param group, without weight decay."""
+        """Return ``partitions`` by DeepSpeed's sub-groups.
+
+        As in Hugging Face's Trainer, norms and biases form their own param group, without weight decay.
+        """
         groups = [[part for part in self.partitions if has_weight_decay(part.name) is decay] for decay in (True, False)]
         return [sub_group for group in groups for sub_group in form_sub_groups(group, self.sub_group_size)]
 
@@ -104,8 +106,11 @@ class Job:
 
     @property
     def setup(self) -> TrainingSetup:
-        """Return the facts about the optimizer's memory if an accelerator trains. With offloaded parameters, the buffer
-        of rounded ones stands for the trained parameters, which take as much pinned memory."""
+        """Return the facts about the optimizer's memory if an accelerator trains.
+
+        With offloaded parameters, the buffer of rounded ones stands for the trained parameters, which take as much
+        pinned memory.
+        """
         return TrainingSetup(
             longest_partition_numel=max(partition.numel for partition in self.partitions),
             accumulates=self.accumulation > 1,
@@ -170,7 +175,9 @@ class Job:
 
 
 def shard_numel(name: str, numel: int, tensor_parallel: int) -> int:
-    """Return the elements of the parameter ``name`` that a tensor-parallel rank holds. AutoTP divides the matrices of
-    layers, and ``zero.Init`` partitions embeddings over all ranks, which comes to the same. Without it, a rank holds
-    ``tensor_parallel`` times as much of the embeddings. Norms and biases count as whole."""
+    """Return the elements of the parameter ``name`` that a tensor-parallel rank holds.
+
+    AutoTP divides the matrices of layers, and ``zero.Init`` partitions embeddings over all ranks, which comes to the
+    same. Without it, a rank holds ``tensor_parallel`` times as much of the embeddings. Norms and biases count as whole.
+    """
     return -(-numel // tensor_parallel) if has_weight_decay(name) else numel

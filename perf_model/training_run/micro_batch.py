@@ -18,7 +18,7 @@ BACKWARD_LAUNCHES = 2
 """The host's time in backward relative to forward: 1.7 to 2.1 in published runs that launches limit."""
 
 FORWARD_ALL_REDUCES = 2
-"""With tensor parallelism, attention and feed-forward of a layer each sum activations."""
+"""The all-reduces of a layer's forward with tensor parallelism: one after attention, one after the feed-forward."""
 
 TRAINING_SHARE = 0.65
 """The rate of training on a GPU, as a share of the rate of single matrix products. The limits of 190 and 480 TFLOPS
@@ -29,18 +29,22 @@ Achievable Matmul FLOPS"). The form factors of those GPUs are not published, so 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRate:
-    """The rate of the operations in training, which rises with the size of the matrix products. A product with
-    ``elements`` elements in its result runs at ``limit_flops_per_s * elements / (elements + half_elements)``, because a
-    small product does not fill the accelerator."""
+    """The rate of the operations in training, which rises with the size of the matrix products.
+
+    A product with ``elements`` elements in its result runs at ``limit_flops_per_s * elements / (elements +
+    half_elements)``, because a small product does not fill the accelerator.
+    """
 
     limit_flops_per_s: float
     half_elements: float = 0.0
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> MatrixRate:
-        """Return the rate in training. Raise ``ProfileError`` if ``profile`` contains no matrix product. The curve
-        passes both products of the profile, or is constant with only one. On a GPU, training reaches ``TRAINING_SHARE``
-        of it. No share is known for a CPU."""
+        """Return the rate in training.
+
+        Raise ``ProfileError`` if ``profile`` contains no matrix product. The curve passes both products of the profile,
+        or is constant with only one. On a GPU, training reaches ``TRAINING_SHARE`` of it. No share is known for a CPU.
+        """
         share = TRAINING_SHARE if profile.has_accelerator else 1.0
         large = profile.rate("matmul_flops_per_s", purpose="forward and backward")
         small = profile.get("matmul_small_flops_per_s")
@@ -60,9 +64,11 @@ class MatrixRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Fixed seconds of the host: ``iteration_s`` per iteration outside of its phases, and ``layer_s`` per layer and
-    forward. In ``layer_s``, the host runs DeepSpeed's hooks and launches the kernels of a layer. The accelerator
-    computes meanwhile, so the slower of both determines the time."""
+    """Fixed seconds of the host: ``iteration_s`` outside of all phases, and ``layer_s`` per layer and forward.
+
+    In ``layer_s``, the host runs DeepSpeed's hooks and launches the kernels of a layer. The accelerator computes
+    meanwhile, so the slower of both determines the time.
+    """
 
     layer_s: float = 0.0
     iteration_s: float = 0.0
@@ -77,8 +83,11 @@ forward_s over layers up to 13B, and iteration_s less its phases. No other machi
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRates:
-    """The rates of forward and backward. ``h2d_bytes_per_s`` limits the upload of offloaded parameters. DeepSpeed keeps
-    the trained ones in page-locked memory (``_create_param_groups_fp16_flat_cpu_memory``)."""
+    """The rates of forward and backward.
+
+    ``h2d_bytes_per_s`` limits the upload of offloaded parameters. DeepSpeed keeps the trained ones in page-locked
+    memory (``_create_param_groups_fp16_flat_cpu_memory``).
+    """
 
     matrix: MatrixRate
     network: Network
@@ -149,8 +158,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPath:
-    """Bytes of gradients that one rank copies to host memory and back in the last backward before an update. The
-    ``accumulated`` bytes count for each earlier backward of the step."""
+    """Bytes of gradients that one rank copies to host memory and back in the last backward before an update.
+
+    The ``accumulated`` bytes count for each earlier backward of the step.
+    """
 
     down_bytes: int = 0
     up_bytes: int = 0
@@ -168,9 +179,11 @@ class GradientPath:
 
     @classmethod
     def for_plan(cls, plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> GradientPath:
-        """Return the bytes of our runtime, which copies the gradients of the CPU's units down once. If their sums are
-        not on the accelerator, each micro-batch copies them down, and each but the first copies them up before. The
-        copy up is counted in all but the last."""
+        """Return the bytes of our runtime, which copies the gradients of the CPU's units down once.
+
+        If their sums are not on the accelerator, each micro-batch copies them down, and each but the first copies them
+        up before. The copy up is counted in all but the last.
+        """
         down_bytes = PARAM_BYTES * plan.numel(Placement.CPU)
         on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
         keeps_sums = not setup.accumulates or setup.keeps_sums(updates_on_accelerator=on_accelerator)

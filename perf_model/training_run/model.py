@@ -1,6 +1,8 @@
-"""Define ``ModelShape``, the parameters of a transformer, which determine its memory and its arithmetic. Operations are
-counted as in Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4). Attention counts all tokens, also with a
-sliding window, because PyTorch's ``scaled_dot_product_attention`` computes them all."""
+"""Define ``ModelShape``, the parameters of a transformer, which determine its memory and its arithmetic.
+
+Operations are counted as in Megatron-LM (arXiv 2104.04473, section 5.1, equations 2 to 4). Attention counts all tokens,
+also with a sliding window, because PyTorch's ``scaled_dot_product_attention`` computes them all.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ class ModelError(ValueError):
 
 
 class ParameterShape(NamedTuple):
-    """A parameter of a model. ``active_numel`` are the elements that a token uses, which matters for routed experts.
-    ``multiplied``: the parameter is a matrix that each token is multiplied by, and not a bias, norm or table."""
+    """A parameter of a model.
+
+    ``active_numel`` are the elements that a token uses, which matters for routed experts. ``multiplied``: the parameter
+    is a matrix that each token is multiplied by, and not a bias, norm or table.
+    """
 
     name: str
     numel: int
@@ -76,8 +81,10 @@ class ModelShape:
     shared: SharedLayers | None = None
 
     def share_layers(self, path: str, every: int) -> ModelShape:
-        """Return the model in which layer ``i`` of the list ``path`` has the parameters of layer ``i % every``. Raise
-        ``ModelError`` if there is no such list, or if these layers are not equal."""
+        """Return the model in which layer ``i`` of the list ``path`` has the parameters of layer ``i % every``.
+
+        Raise ``ModelError`` if there is no such list, or if these layers are not equal.
+        """
         count = len({layer_in(path, tensor.name) for tensor in self.tensors} - {None})
         if count == 0:
             found = (re.match(r"(.*?)\.\d+\.", tensor.name) for tensor in self.tensors)
@@ -112,8 +119,10 @@ class ModelShape:
         return f"{self.name} ({billions(self.numel)} parameters{active})"
 
     def first_use(self) -> list[str]:
-        """Return the names of the parameters in the order in which forward first uses them. Parameters outside of
-        layers and in unknown modules stay where they are registered."""
+        """Return the names of the parameters in the order in which forward first uses them.
+
+        Parameters outside of layers and in unknown modules stay where they are registered.
+        """
         positions: dict[str, tuple[int, int]] = {}
         first_of_layer: dict[tuple[str, str], int] = {}
         for index, tensor in enumerate(self.tensors):
@@ -198,8 +207,10 @@ _WITHOUT_WEIGHT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)
 
 
 def has_weight_decay(name: str) -> bool:
-    """Return whether Hugging Face's Trainer gives weight decay to a parameter (``get_decay_parameter_names``). Norms
-    and biases have none."""
+    """Return whether Hugging Face's Trainer gives weight decay to a parameter (``get_decay_parameter_names``).
+
+    Norms and biases have none.
+    """
     return _WITHOUT_WEIGHT_DECAY.search(name.lower()) is None
 
 

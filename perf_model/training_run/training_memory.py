@@ -1,5 +1,8 @@
-"""Compute the memory that training takes without the optimizer. Sources are DeepSpeed's ``runtime/zero/stage3.py``,
-``partition_parameters.py`` and ``partitioned_param_coordinator.py``, and Hugging Face's Llama."""
+"""Compute the memory that training takes without the optimizer.
+
+Sources are DeepSpeed's ``runtime/zero/stage3.py``, ``partition_parameters.py`` and
+``partitioned_param_coordinator.py``, and Hugging Face's Llama.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,10 @@ NORM_BIASES = ("norm.bias", "layernorm.bias", "ln_1.bias", "ln_f.bias", "layer_n
 
 
 def reserved_host_bytes(ranks: int, *, has_gpu: bool) -> int:
-    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes. Weights that are loaded at
-    start are on the GPU before the optimizer takes host memory, and are not counted."""
+    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes.
+
+    Weights that are loaded at start are on the GPU before the optimizer takes host memory, and are not counted.
+    """
     return SYSTEM_BYTES + RANK_BYTES * ranks if has_gpu else CPU_RANK_BYTES * ranks
 
 
@@ -116,9 +121,11 @@ class TrainingMemory:
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of gathered parameters, and of the buffer of one gather of several parameters. Gathers run
-        ahead until ``max_live`` parameters are live, but the layer in use and the next one are always gathered. A
-        single rank uses its partitions, unless they are in host memory."""
+        """Return the bytes of gathered parameters, and of the buffer of one gather of several parameters.
+
+        Gathers run ahead until ``max_live`` parameters are live, but the layer in use and the next one are always
+        gathered. A single rank uses its partitions, unless they are in host memory.
+        """
         if self.job.data_parallel == 1 and not self.job.offload_param:
             return 0
         shards, sizes = self.job.shards, self.sizes
@@ -220,13 +227,18 @@ class TrainingMemory:
 
     @cached_property
     def _norm_bytes(self) -> int:
-        """Return the bytes per element that a norm keeps. LayerNorm keeps its input and its output. RMSNorm keeps its
-        input in fp32, and its output before and after the weight."""
+        """Return the bytes per element that a norm keeps.
+
+        LayerNorm keeps its input and its output. RMSNorm keeps its input in fp32, and its output before and after the
+        weight.
+        """
         return 4 if any(tensor.name.endswith(NORM_BIASES) for tensor in self.job.shape.tensors) else 8
 
     def _attention_bytes(self, score_bytes: int) -> int:
-        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score. Without a flash
-        kernel, keys and values are repeated for each head of the query."""
+        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score.
+
+        Without a flash kernel, keys and values are repeated for each head of the query.
+        """
         shape = self.job.shape
         key_value_heads = shape.kv_heads if self.job.attention == "flash" else shape.heads
         # The widths of a model that was only counted are unknown: they are assumed to be those of a GPT.

@@ -91,6 +91,7 @@ class TritonAdam(AdamKernel):
         self._launch(self._arguments[sub_group], self._derive(tensors, element_range))
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+        """Update each range by a launch of its own."""
         for update in updates:
             operands = self._operands.get(update)
             if operands is None:

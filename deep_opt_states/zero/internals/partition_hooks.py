@@ -18,7 +18,10 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from deep_opt_states.zero.internals.compat import Parameter
 
 _REGISTERED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-"""The hooks of all engines in the order of their creation, as on every rank: hooks call collectives."""
+"""The hooks of all engines in the order of their creation, as on every rank: hooks call collectives.
+
+The references are weak, so that an engine without ``destroy()`` is freed.
+"""
 
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
 

@@ -48,9 +48,11 @@ class PlannedRun:
     notes: tuple[str, ...] = ()
 
     def at_start(self) -> list[str]:
+        """Return the lines to log at start: the plan with the reason why nothing is streamed, and the notes."""
         return [". ".join(filter(None, [str(self.plan), self.why_nothing_is_streamed])), *self.notes]
 
     def at_end(self, plan: UpdatePlan, widths: Widths) -> str:
+        """Return the lines to log after training with ``plan``: the memory of one rank per placement, and why."""
         why = [self.why_nothing_is_streamed] if plan == self.plan and self.why_nothing_is_streamed else []
         return "\n  ".join(["planned for rank 0:", *summary_by_placement(plan, widths), *why])
 

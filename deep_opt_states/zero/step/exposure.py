@@ -45,11 +45,11 @@ class UpdateWaits:
         """Caller's stream: prefetching for this update starts. Only ``phases`` reads it."""
         self.prefetched = False
         self.read_timeline: Callable[[], Timeline] | None = None
-        """Returns the timeline of the update; None after a failure, and once it was reported."""
+        """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
 
     @property
     def count(self) -> int:
-        """Return the number of waits so far."""
+        """Return the number of waits so far, each with one exposed span in the phases."""
         return len(self._waits)
 
     def start(self, *, prefetched: bool) -> None:
@@ -152,11 +152,6 @@ class Exposure:
         if not self._prefetch_marked:
             self._prefetch_marked = True
             self._device.current_stream().record(self.previous_waits.prefetch)
-
-    @property
-    def count(self) -> int:
-        """Return the number of waits for the latest update so far, each with one exposed span in its phases."""
-        return self.waits.count
 
     def forget_prefetch(self) -> None:
         """Let the next prefetch be marked: no update has followed the one that was."""

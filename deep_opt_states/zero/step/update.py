@@ -131,8 +131,8 @@ class Update:
                 self.unit_waits.publish_persistent_unit()
             else:
                 self._executor.end()
-        self._record_end()
         if not self._defers:
+            self._record_end()
             self.synchronize_ranks()
 
     def skip(self) -> None:
@@ -161,6 +161,7 @@ class Update:
     def wait(self, *, states: bool = False) -> None:
         """Block until this rank's part is done, with ``states`` also until all states in host memory are up to date."""
         self._end(Waiter.HOST)
+        # Only a stream may have waited in an earlier call.
         self._executor.end()
         if states:
             self._executor.sync_states_to_host()
@@ -201,8 +202,7 @@ class Update:
     def report(self) -> None:
         """Report the previous update and the last one, if it is over, once each. The host waits for their events."""
         self.report_previous()
-        if not self._executor.pending:
-            self._exposure.waits.report(self._on_finished)
+        self._exposure.waits.report(self._on_finished)
 
     def report_previous(self) -> None:
         """Report the update before the one that has started last, which may be in flight."""

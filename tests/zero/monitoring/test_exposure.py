@@ -57,7 +57,7 @@ def test_a_forward_without_an_update_reports_no_exposed_time() -> None:
     with VirtualTraining.open(Durations(all_gather_s=1.0, forward_s=[0.01] * 4), ahead=2) as training:
         iteration = training.iteration(updates=False)
         assert iteration.all_gather_standstill_s > 3.9
-        assert training.exposure.count == 0
+        assert training.exposure.waits.count == 0
         assert training.reported == []
 
 
@@ -136,7 +136,7 @@ def test_an_iteration_consists_of_forward_exposed_update_and_waits_for_all_gathe
     """Check that at any time the computing stream computes, waits for a running all-gather, or waits for the update."""
     with VirtualTraining.open(durations, ahead=ahead, num_slots=num_slots, one_by_one=one_by_one) as training:
         iteration = training.iteration()
-        count = training.exposure.count
+        count = training.exposure.waits.count
     assert_in_order(iteration.phases)
     assert [span.phase for span in iteration.phases].count(Phase.EXPOSED) == count
     exposed_s = seconds_of(Phase.EXPOSED, iteration.phases)
