@@ -16,6 +16,7 @@ from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import labels_of, phase_rows, rows_of_runs, speedups
 from benchmarks.harness.sizes import default_setting, repetitions
+from perf_model.schedule.placement import Placement
 
 GAIN = "iteration speedup over the previous variant"
 
@@ -42,6 +43,7 @@ def _no_gain_reason(part: str, run: EngineRun) -> str | None:
     """Return why both variants do the same on this machine, or None if they differ."""
     if part == "asynchronous gradients" and not trains_on_gpu():
         return "nothing is pinned if the CPU trains"
-    if part in ("streaming", "overlap with backward") and not run.updates_on_accelerator:
+    placements = set() if run.plan is None else set(run.plan.placements)
+    if part in ("streaming", "overlap with backward") and placements <= {Placement.CPU}:
         return "the plan updates everything on the CPU"
     return None

@@ -60,8 +60,8 @@ def _rows(
     yield Row(quantity="measured update", unit="s", samples=[update.measured_s for update in updates], **labels)
     errors = [update.predicted_s / update.measured_s - 1 for update in updates]
     yield Row(quantity="prediction error", unit="share", samples=errors, **labels)
-    assert runs[0].workload is not None
-    bound = lower_bound(runs[0].workload, runs[0].setting, profile)
+    assert runs[0].plan is not None
+    bound = lower_bound(runs[0].plan.workload, runs[0].setting, profile)
     ratios = [step_s / bound.seconds for step_s in all_samples(runs, "step_s")]
     yield Row(quantity="update / lower bound", unit="times", samples=ratios, **labels)
 

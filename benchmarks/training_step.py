@@ -1,22 +1,35 @@
 """How long does an iteration take, by phase?
 
-The rows have forward, backward, the exposed update, the iteration, tokens per second, MFU and memory. They compare
-stock, DeepSpeed's other ways to offload, and ours. Stock and ours also run with larger micro-batches, with more of them
-per step, with larger models, and with DeepSpeed's default sub-group size.
+The rows show the iteration with and without updates, the cost of the update, tokens per second, what is retained of
+those without offload, the phases, MFU and memory. They compare stock, no offload, DeepSpeed's other ways to offload,
+and ours. Stock, no offload and ours also run with larger micro-batches, with more of them per step, with larger models,
+and with DeepSpeed's default sub-group size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from benchmarks.harness import variants
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
-from benchmarks.harness.run_rows import all_samples, labels_of, phase_rows, rows_of_runs, runnable, waived_rows
+from benchmarks.harness.run_rows import (
+    all_samples,
+    cost_rows,
+    labels_of,
+    phase_rows,
+    retained_row,
+    rows_of_runs,
+    runnable,
+    waived_rows,
+)
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import (
     Repetitions,
@@ -27,50 +40,62 @@ from benchmarks.harness.sizes import (
     repetitions,
     with_default_sub_groups,
 )
-from benchmarks.harness.targets import ITERATION_SPEEDUP
-from benchmarks.harness.variants import Variant
+from benchmarks.harness.targets import COST_SHARE, ITERATION_SPEEDUP, RETAINED
+from benchmarks.harness.variants import NO_MEMORY, NO_OFFLOAD, Variant
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.peaks import peak_flops
 
 ACCUMULATIONS = (4, 16)
 MICRO_BATCH = 8
 
-CHART = Bars(("forward", "backward", "update exposed"), ITERATION_SPEEDUP)
+STOCK, OURS = (replace(variant, measures_cost=True) for variant in (variants.STOCK, variants.OURS_DEFAULT))
+COMPARED = (STOCK, OURS, NO_OFFLOAD)
+
+CHART = Bars(("forward", "backward", "update exposed"), ITERATION_SPEEDUP, COST_SHARE, RETAINED)
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield the rows of stock and ours in each setting, then those of all variants in the usual setting."""
+    """Yield the rows of ``COMPARED`` in each setting, then those of all variants in the usual setting."""
     setting = default_setting(quick=quick)
     usual, fewest = repetitions(quick=quick), fewest_repetitions(quick=quick)
-    pair = (variants.STOCK, variants.OURS_DEFAULT)
-    # The settings of the targets come first: if the run is stopped by a time limit, later rows may be missing. All
-    # variants come last, with these two among them, since runs are compared within one round only.
-    yield from _compare(setting, pair, usual)
-    yield from _compare(replace(setting, micro_batch=MICRO_BATCH), pair, usual)
+    # On a GPU, the settings of the targets come first, since a time limit may stop the run. All variants come last, and
+    # these are among them: runs are compared within one round only.
+    if trains_on_gpu():
+        yield from _compare(setting, COMPARED, usual)
+    yield from _compare(replace(setting, micro_batch=MICRO_BATCH), COMPARED, usual)
     for accumulation in ACCUMULATIONS:
-        yield from _compare(replace(setting, accumulation=accumulation), pair, fewest)
+        yield from _compare(replace(setting, accumulation=accumulation), COMPARED, fewest)
     for larger in [] if quick else larger_settings():
-        yield from _compare_larger(larger, pair, fewest)
-    yield from _compare(with_default_sub_groups(setting), pair, usual)
-    yield from _compare(setting, (*variants.competitors(setting), *pair[1:], variants.NO_OFFLOAD), usual)
+        yield from _compare_larger(larger, fewest)
+    yield from _compare(with_default_sub_groups(setting), COMPARED, usual)
+    yield from _compare(setting, (STOCK, *variants.competitors(setting)[1:], OURS, NO_OFFLOAD), usual)
 
 
-def _compare_larger(setting: TrainingSetting, pair: Sequence[Variant], repetitions: Repetitions) -> Iterator[Row]:
+def _compare_larger(setting: TrainingSetting, repetitions: Repetitions) -> Iterator[Row]:
     if fits_host_memory(setting):
-        yield from _compare(setting, pair, repetitions)
+        yield from _compare(setting, COMPARED, repetitions)
         return
-    for variant in pair:
+    for variant in (STOCK, OURS):
         labels = labels_of(variant.name, setting)
         yield Row(quantity="iteration", waived="stock does not fit into host memory", **labels)
 
 
 def _compare(setting: TrainingSetting, compared: Sequence[Variant], repetitions: Repetitions) -> Iterator[Row]:
     yield from waived_rows(compared, "iteration", setting)
-    yield from rows_of_runs(run_interleaved(runnable(compared, setting), setting, repetitions), _rows)
+    runs = run_interleaved(runnable(compared, setting), setting, repetitions)
+    if torch.OutOfMemoryError.__name__ in runs.errors.get(NO_OFFLOAD.name, ""):
+        del runs.errors[NO_OFFLOAD.name]
+        yield Row(quantity="iteration", waived=NO_MEMORY, **labels_of(NO_OFFLOAD.name, setting))
+    yield from rows_of_runs(runs, partial(_rows, runs.completed.get(NO_OFFLOAD.name, ())))
 
 
-def _rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
+def _rows(
+    no_offload_runs: Sequence[EngineRun], runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any
+) -> Iterator[Row]:
     setting = runs[0].setting
+    if runs[0].variant.measures_cost:
+        yield from cost_rows(runs, stock_runs, **labels)
+    yield retained_row(runs, no_offload_runs, **labels)
     yield from phase_rows(runs, stock_runs, **labels)
     iteration_s = all_samples(runs, "iteration_s")
     rates = [setting.tokens / duration_s for duration_s in iteration_s]

@@ -84,8 +84,8 @@ def _rows(
         yield Row(quantity=MEMORY_BOUND_SPEEDUP, unit="times", samples=[speedup], **labels)
         bytes_per_s = [traffic_bytes * rate for rate in rates]
         yield Row(quantity="host memory traffic", unit="bytes/s", samples=bytes_per_s, **labels)
-    if (workload := runs[0].workload) is not None:
-        bound = lower_bound(workload, setting, profile)
+    if (plan := runs[0].plan) is not None:
+        bound = lower_bound(plan.workload, setting, profile)
         yield Row(quantity="lower bound", unit="s", samples=[bound.seconds], **labels)
         yield Row(quantity="limiting resource", value=bound.binding.value, **labels)
         ratios = [duration_s / bound.seconds for duration_s in step_s]

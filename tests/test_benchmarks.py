@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import main as benchmarks_main
 from benchmarks.emulated import EXPOSED, ITERATION, PREDICTED_EXPOSED, PREDICTED_ITERATION
-from benchmarks.emulated.arms import FEW_ARMS
+from benchmarks.emulated.arms import COSTED, FEW_ARMS
 from benchmarks.emulated.prediction import is_negligible
 from benchmarks.emulated.small_copies import CHUNKS, LATENCY, WHOLE
 from benchmarks.harness import variants
@@ -21,6 +21,7 @@ from benchmarks.harness.rows import COMPLETE, RESULTS, read_rows
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import with_default_sub_groups
 from benchmarks.harness.small_copies import DIRECTIONS
+from benchmarks.harness.targets import EMULATED_COST, EMULATED_COST_SHARE
 from perf_model.prediction.timeline import Phase, PhaseSpan
 from tests.launch import run_ranks
 from tests.tiers import thorough
@@ -92,6 +93,11 @@ def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(t
         seconds = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
         assert seconds.keys() == bits.keys()
         assert all(value > 0 for value in seconds.values())
+    for quantity in (EMULATED_COST, EMULATED_COST_SHARE):
+        costs = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
+        assert costs.keys() == set(COSTED)
+        assert all(value > 0 for value in costs.values())
+    assert costs["planned, overlap"] < costs["stock"] == 1
     errors = [row["variant"] for row in rows if row["quantity"] == f"{EXPOSED}, prediction error"]
     assert errors == list(FEW_ARMS), "no exposed time is negligible at micro-batch 1"
     for direction in DIRECTIONS:

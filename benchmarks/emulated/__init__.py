@@ -38,7 +38,8 @@ from benchmarks.emulated.turns import Arm, Turns, train_in_turns
 from benchmarks.harness.rows import Row
 from benchmarks.harness.targets import (
     EMULATED_BIT_IDENTICAL,
-    EMULATED_EXPOSED_SHARE,
+    EMULATED_COST,
+    EMULATED_COST_SHARE,
     EMULATED_SPEEDUP,
 )
 from benchmarks.harness.variants import NO_OVERLAP
@@ -67,6 +68,7 @@ NEARLY_EQUAL = 0.02
 """Arms whose predicted iterations differ by less than this share have no predicted order."""
 
 ITERATION = "EMULATED iteration"
+WITHOUT_UPDATES = f"{ITERATION} without updates"
 EXPOSED = "EMULATED exposed"
 EXPOSED_AFTERWARDS = f"{EXPOSED}, predicted afterwards"
 EXPOSED_AFTERWARDS_ERROR = f"{EXPOSED}, error of the prediction afterwards"
@@ -137,6 +139,11 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
     exposed_s = [update.exposed_s for update in arm.updates] or arm.step_s
     update_s = [update.update_s for update in arm.updates] or arm.step_s
     yield from _compared(ITERATION, predicted.iteration_s, arm.iteration_s, **labels)
+    if arm.variant.measures_cost:
+        yield Row(quantity=WITHOUT_UPDATES, unit="s", samples=arm.without_updates_s, **labels)
+        yield Row(quantity=EMULATED_COST, unit="s", samples=arm.costs_s, **labels)
+        shares = [cost_s / stock_s for cost_s, stock_s in zip(arm.costs_s, stock.costs_s, strict=True)]
+        yield Row(quantity=EMULATED_COST_SHARE, unit="share", samples=shares, **labels)
     yield from _with_prediction(EXPOSED, predicted.exposed_s, exposed_s, **labels)
     if not is_negligible(predicted.exposed_s, exposed_s, stock.step_s):
         yield _error_row(f"{EXPOSED}, prediction error", predicted.exposed_s, exposed_s, **labels)
@@ -154,7 +161,7 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
         speedups = [stock_s / ours_s for stock_s, ours_s in zip(stock.iteration_s, arm.iteration_s, strict=True)]
         yield Row(quantity=EMULATED_SPEEDUP, unit="times", samples=speedups, **labels)
         shares = [exposed / stock_s for stock_s, exposed in zip(stock.step_s, exposed_s, strict=True)]
-        yield Row(quantity=EMULATED_EXPOSED_SHARE, unit="share", samples=shares, **labels)
+        yield Row(quantity=f"{EXPOSED} / stock's update", unit="share", samples=shares, **labels)
     yield from _compared("EMULATED update", predicted.update_s, update_s, **labels)
     cpu_s = "CPU time of this machine per EMULATED iteration"
     yield Row(quantity=cpu_s, unit="s", samples=arm.cpu_s, **labels)

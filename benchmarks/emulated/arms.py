@@ -15,6 +15,9 @@ WITHOUT = "no overlap"
 # The software GPU has far more free memory for slots than the GPU that it emulates.
 _SLOTS = {"num_slots": 2}
 
+COSTED = (STOCK.name, "planned, overlap")
+"""The names of the arms that also train without updates, as the base for the cost of the update."""
+
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all CPU": {"placement": "cpu"},
     "all streamed": {"placement": "streamed", **_SLOTS},
@@ -41,7 +44,7 @@ def arms_of(run: EmulatedRun, profile: Path) -> list[Variant]:
             ours(f"{name}, {WITHOUT}", **SHARED, **placement, **NO_OVERLAP),
             ours(f"{name}, overlap", **SHARED, **placement),
         ]
-    return [replace(arm, zero=run.zero) for arm in arms]
+    return [replace(arm, zero=run.zero, measures_cost=arm.name in COSTED) for arm in arms]
 
 
 FEW_ARMS: Sequence[str] = (

@@ -19,6 +19,7 @@ import torch
 from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.emulated.run import EmulatedRun
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
+from benchmarks.harness.overrides import without_updates
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.record import MeasuredUpdate
 from deep_opt_states.zero.step.gpu_memory import GpuMemory
@@ -45,6 +46,8 @@ class Turns:
 class Arm:
     """One arm, with the measurements of its counted iterations in emulated seconds.
 
+    ``without_updates_s`` are iterations of the same engine without updates, if ``variant.measures_cost``.
+
     ``idle_s`` is the time in which the computing stream ran no kernel. ``updates`` are those that the plugin has
     reported, with their ``timelines`` and the ``phases`` of the model during them; stock has none. ``host_step_s`` is
     the time of the training thread in ``engine.step()``, and ``adam_s`` the part of it in which stock's Adam ran.
@@ -59,6 +62,7 @@ class Arm:
     configuration: str
     plan: UpdatePlan | None = None
     iteration_s: list[float] = field(default_factory=list)
+    without_updates_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     idle_s: list[float] = field(default_factory=list)
     updates: list[MeasuredUpdate] = field(default_factory=list)
@@ -97,6 +101,12 @@ class Arm:
         """Return whether all counted updates executed the plan, and the CPU did not update everything meanwhile."""
         kinds = set() if self.plan is None else {action.kind for action in self.plan.schedule.actions}
         return all({kind for kind, kind_s in update.by_kind.items() if kind_s > 0} == kinds for update in self.updates)
+
+    @property
+    def costs_s(self) -> list[float]:
+        """Return the cost of the update, by pairs of an iteration and one without updates."""
+        pairs = zip(self.iteration_s, self.without_updates_s, strict=True)
+        return [iteration_s - without_s for iteration_s, without_s in pairs]
 
     @property
     def _on_this_machine(self) -> tuple[list[float], ...]:
@@ -154,8 +164,7 @@ class Arm:
             self.timelines.append(timeline)
             self.phases.append(phases)
         self._reported.clear()
-        stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
-        marks = [span.start_s for span in stream if span.name == "mark"]
+        stream, marks = _stream_and_marks()
         ends_s = marks[:: len(PHASES)]
         for iteration, (start_s, end_s) in list(enumerate(pairwise(ends_s), start=1))[1:]:
             busy_s = sum(
@@ -164,6 +173,23 @@ class Arm:
             self.iteration_s.append(end_s - start_s)
             self.idle_s.append(end_s - start_s - busy_s)
             self.step_s.append(end_s - marks[iteration * len(PHASES) - 1])
+
+    def take_turn_without_updates(self, setting: Any, iterations: int) -> None:
+        """Do the same without updates, and measure the iterations only. The weights stay as they are."""
+        device.take_spans()
+        with without_updates():
+            self.train(setting, 1 + iterations)
+        for samples in (*self._on_this_machine, self.losses):
+            del samples[-(1 + iterations) :]
+        _, marks = _stream_and_marks()
+        ends_s = marks[:: len(PHASES)]
+        self.without_updates_s += [end_s - start_s for start_s, end_s in pairwise(ends_s)][1:]
+
+
+def _stream_and_marks() -> tuple[list[device.TaskSpan], list[float]]:
+    """Return the spans of the computing stream since the last call, and the moments of the marks among them."""
+    stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
+    return stream, [span.start_s for span in stream if span.name == "mark"]
 
 
 def _computes(span: device.TaskSpan) -> bool:
@@ -189,6 +215,11 @@ def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPa
         for turn in range(turns.turns):
             for arm in arms if turn % 2 == 0 else reversed(arms):
                 arm.take_turn(run.small, turns.iterations)
+        # After all updates: Adam's step count goes on for ours and not for stock.
+        costed = [arm for arm in arms if arm.variant.measures_cost]
+        for turn in range(turns.turns):
+            for arm in costed if turn % 2 == 0 else reversed(costed):
+                arm.take_turn_without_updates(run.small, turns.iterations)
         passes.take_time = False
         with settings.changed(rates=settings.MachineRates()):
             for arm in arms:

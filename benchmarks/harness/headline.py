@@ -7,13 +7,31 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.rows import EMULATED, format_row
-from benchmarks.harness.targets import BIT_IDENTICAL, EMULATED_SPEEDUP, ITERATION_SPEEDUP
+from benchmarks.harness.rows import EMULATED, format_row, format_with_spread
+from benchmarks.harness.targets import (
+    BIT_IDENTICAL,
+    COST_SHARE,
+    EMULATED_COST_SHARE,
+    EMULATED_SPEEDUP,
+    ITERATION_SPEEDUP,
+    RETAINED,
+)
 from benchmarks.harness.variants import OURS_DEFAULT, STOCK
 
 Rows = list[dict[str, Any]]
 
-HEAD = ("how", "machine", "model", "micro-batch", "iteration, stock", "iteration, plugin", "speed-up", "same bits")
+HEAD = (
+    "how",
+    "machine",
+    "model",
+    "micro-batch",
+    "iteration, stock",
+    "iteration, plugin",
+    "speed-up",
+    COST_SHARE,
+    RETAINED,
+    "same bits",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +46,8 @@ class SpeedUp:
     plugin: str
     ratio: float
     ratio_shown: str
+    cost: str
+    retained: str
     same_bits: str
 
     @property
@@ -38,21 +58,22 @@ class SpeedUp:
     @property
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the line, in the order of ``HEAD``."""
-        return *self.setting, self.stock, self.plugin, self.ratio_shown, self.same_bits
+        return *self.setting, self.stock, self.plugin, self.ratio_shown, self.cost, self.retained, self.same_bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedBenchmark:
     """A benchmark that compares the plugin's default with stock: the names of its rows, and how its machine ran.
 
-    ``speedup`` is the quantity of the ratios that were measured in turns. Without such a row, the ratio is that of the
-    medians.
+    ``speedup`` and ``cost`` are the quantities of the ratios that were measured in turns. Without a row of ``speedup``,
+    the ratio of the medians counts.
     """
 
     benchmark: str
     plugin: str
     iteration: str
     speedup: str
+    cost: str
     how: str
 
 
@@ -62,6 +83,7 @@ COMPARISONS = (
         plugin=OURS_DEFAULT.name,
         iteration="iteration",
         speedup=ITERATION_SPEEDUP,
+        cost=COST_SHARE,
         how="measured",
     ),
     ComparedBenchmark(
@@ -69,6 +91,7 @@ COMPARISONS = (
         plugin="planned, overlap",
         iteration=f"{EMULATED} iteration",
         speedup=EMULATED_SPEEDUP,
+        cost=EMULATED_COST_SHARE,
         how=EMULATED,
     ),
 )
@@ -102,7 +125,7 @@ def _speed_up(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Ma
     shown = f"{ratio:.3g}x"
     if comparison.speedup in found:
         ratio = found[comparison.speedup]["median"]
-        shown = "{} ({})".format(*format_row(found[comparison.speedup]))
+        shown = format_with_spread(found[comparison.speedup])
     accumulation = setting.get("accumulation", 1)
     how = (
         comparison.how
@@ -120,8 +143,14 @@ def _speed_up(comparison: ComparedBenchmark, stock: Mapping[str, Any], found: Ma
         plugin=format_row(plugin)[0],
         ratio=ratio,
         ratio_shown=shown,
+        cost=_ratio(found, comparison.cost),
+        retained=_ratio(found, RETAINED),
         same_bits=_same_bits(found),
     )
+
+
+def _ratio(found: Mapping[str, Any], quantity: str) -> str:
+    return format_with_spread(found[quantity]) if quantity in found else "not measured"
 
 
 def _same_bits(found: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
 from benchmarks.harness.bf16_products import are_computed_in_fp32, compute_in_fp32
 from benchmarks.harness.device import trains_on_gpu
-from benchmarks.harness.overrides import deterministic_algorithms, restored_process
+from benchmarks.harness.overrides import deterministic_algorithms, restored_process, without_updates
 from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
 from benchmarks.harness.variants import Variant
@@ -35,9 +35,7 @@ from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS
 from examples.common.byte_gpt import ByteGPT, StdlibText
 from perf_model.prediction.memory import MemoryKind
 from perf_model.prediction.timeline import Phase
-from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
 
 SEED = 17
 WARM_UP = 3
@@ -59,14 +57,13 @@ class EngineRun:
 
     variant: Variant
     setting: TrainingSetting
-    plan: str = ""
-    workload: Workload | None = None
-    updates_on_accelerator: bool = False
-    """Whether the plan updates anything on the accelerator."""
+    plan: UpdatePlan | None = None
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     iteration_s: list[float] = field(default_factory=list)
+    without_updates_s: list[float] = field(default_factory=list)
+    """Seconds per iteration of the same engine without updates, if the variant measures the cost of the update."""
     exposed_s: list[float] = field(default_factory=list)
     hidden_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -90,6 +87,11 @@ class EngineRun:
     def median_s(self) -> float:
         """Return the median of the iterations, in seconds."""
         return median(self.iteration_s)
+
+    @property
+    def cost_s(self) -> float:
+        """Return the cost of the update: by how many seconds it prolongs the median iteration."""
+        return self.median_s - median(self.without_updates_s)
 
 
 class StreamClock:
@@ -135,15 +137,17 @@ def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, *, 
         if variant.block is not None:
             waits.watch(engine.optimizer)
         plans = _train(run, engine, setting, warm_up + iterations + 1, before_bytes, waits)
-        if plans:
-            plan = plans[warm_up]
-            run.plan, run.workload = str(plan), plan.workload
-            run.updates_on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
-            others = [str(other) for other in plans[warm_up:-1] if other is not plan]
-            if others and not any_plan:
-                raise AssertionError(f"{variant.name}: {plan} was replaced by {others} while iterations counted")
         run.digest = weights_digest(engine)
-        if run.plan:
+        if variant.measures_cost:
+            base = EngineRun(variant, setting)
+            with without_updates():
+                plans += _train(base, engine, setting, 1 + iterations, before_bytes, ExposedWaits())
+            run.without_updates_s = base.iteration_s[1:]
+        if plans:
+            run.plan = plans[warm_up]
+            others = [str(other) for other in plans[warm_up:-1] if other is not run.plan]
+            if others and not any_plan:
+                raise AssertionError(f"{variant.name}: {run.plan} was replaced by {others} while iterations counted")
             run.compared = engine.optimizer.report.comparison()
     # The last update is reported when the engine is destroyed.
     waits.account(run)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from benchmarks.harness.device import trains_on_gpu
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host.machine import cores_of
+from deep_opt_states.zero.step.update import Update
+
+STOCKS_UPDATE = ("unscale_and_clip_grads", "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters")
+"""The methods of stock's optimizer that update a sub-group. The plugin overrides them without calling them."""
 
 
 @contextmanager
@@ -25,6 +30,35 @@ def stocks_cpu_kernel() -> Iterator[None]:
         raise KernelUnavailable("switched off by a benchmark")
 
     with mock.patch.object(choice, "FusedAdam", no_kernel):
+        yield
+
+
+@contextmanager
+def without_updates() -> Iterator[None]:
+    """Train engines of stock and of ours without updates, as the base for the cost of the update.
+
+    Hooks, gathers and copies of gradients stay, and so does ``step()`` with its norm, its check for overflow, its
+    counters, the gather of persistent parameters and the LR schedule. These parts are left out:
+
+    - of ours, the prefetches in backward, and the update itself: no action is issued, and forward waits for nothing;
+    - of stock, ``STOCKS_UPDATE``: Adam, the pass that scales the gradients for it, and the copy of the parameters to
+      the accelerator. ``_prepare_sub_group`` and ``_release_sub_group`` stay. They do nothing if states are offloaded.
+
+    An update in flight ends as usual. Enter the context after the first steps, in which our engine measures and plans.
+    Compare bits before: Adam's own step count goes on for ours, and not for stock.
+    """
+
+    def only_prepare(update: Update, steps: object, prepare: Callable[[], object]) -> None:
+        prepare()
+
+    def do_nothing(*args: object) -> None:
+        pass
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Update, "prefetch", do_nothing))
+        patches.enter_context(mock.patch.object(Update, "run", only_prepare))
+        for name in STOCKS_UPDATE:
+            patches.enter_context(mock.patch.object(DeepSpeedZeroOptimizer_Stage3, name, do_nothing))
         yield
 
 

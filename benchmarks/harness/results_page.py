@@ -17,8 +17,8 @@ from benchmarks.harness.rows import (
     COMPLETE,
     EMULATED,
     SIMULATED,
-    format_row,
     format_setting,
+    format_with_spread,
     machine_of,
     read_rows,
 )
@@ -52,7 +52,8 @@ _PAGE = _MARKDOWN.from_string(
 {% endfor %}
 
 *Stock and the plugin train the same model on the same data. The last column states whether losses and weights were
-compared and equal to the last bit. An iteration is the median. A measured speed-up is the median of the ratios of
+compared and equal to the last bit. An iteration is the median. The cost of the update is an iteration less one of the
+same engine without an update. Retained are the tokens per second, of those without offload. Ratios are the median of
 runs in turns, with the 20th to the 80th percentile. An EMULATED row is no measurement of a GPU: a small model trains
 for real on a GPU in software, and copies, kernels and updates take the time that they would take on the machine, by
 the rates of a preset.*
@@ -77,9 +78,11 @@ the table. Where a run measured the same thing twice, the page shows the later r
 [docs/benchmarking.md](../docs/benchmarking.md) explains how the benchmarks work and how to run them.
 
 In the tables, *stock* is DeepSpeed's ZeRO-3 with optimizer offloading, and *ours* is stock with this plugin. The
-*update* is the work of the optimizer step. Its *exposed* part is the time for which the model waits; its *hidden* part
-overlaps with forward or backward. A speedup of 2x means half of the time. A figure with the word *EMULATED* was not
-measured on a GPU: its seconds are those of an emulated machine (`benchmarks/emulated/`).
+*update* is the work of the optimizer step. Its *cost* is an iteration less one of the same engine without an update.
+Its *exposed* part is the time for which the model waits. Its *hidden* part overlaps with forward or backward, and may
+slow them down. *Retained* are the tokens per second, of those without offload. A speedup of 2x means half of the time.
+A figure with the word *EMULATED* was not measured on a GPU: its seconds are those of an emulated machine
+(`benchmarks/emulated/`).
 {% if unmeasured %}
 
 {{ unmeasured }}
@@ -289,12 +292,11 @@ def _is_note(row: Mapping[str, Any]) -> bool:
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    value, spread = format_row(row)
     if "waived" in row:
         return "waived"
     if row["quantity"] == "trace":
         return f"[trace](results/{row['value']})"
-    return f"{value} ({spread})" if spread else value
+    return format_with_spread(row)
 
 
 def _setting_cell(value: object) -> str:

@@ -11,7 +11,7 @@ from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.targets import BIT_IDENTICAL, ITERATION_SPEEDUP
+from benchmarks.harness.targets import BIT_IDENTICAL, COST, COST_SHARE, ITERATION_SPEEDUP, RETAINED
 from benchmarks.harness.variants import STOCK, Variant
 
 
@@ -66,7 +66,7 @@ def all_samples(runs: Sequence[EngineRun], name: str) -> list[float]:
 
 
 def speedups(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], name: str) -> list[float]:
-    """Return stock's seconds divided by those of ``runs``, for each iteration of the same round."""
+    """Return the seconds of ``stock_runs`` divided by those of ``runs``, for each iteration of the same round."""
     pairs = zip(all_samples(stock_runs, name), all_samples(runs, name), strict=True)
     return [stock_s / sample_s for stock_s, sample_s in pairs]
 
@@ -88,6 +88,21 @@ def phase_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **lab
     yield same_bits_row(runs, stock_runs, **labels)
 
 
+def cost_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
+    """Yield the iteration without updates, and the cost of the update with one sample per round."""
+    yield Row(quantity="iteration without updates", unit="s", samples=all_samples(runs, "without_updates_s"), **labels)
+    yield Row(quantity=COST, unit="s", samples=[run.cost_s for run in runs], **labels)
+    shares = [run.cost_s / stock.cost_s for run, stock in zip(runs, stock_runs, strict=True)]
+    yield Row(quantity=COST_SHARE, unit="share", samples=shares, **labels)
+
+
+def retained_row(runs: Sequence[EngineRun], no_offload_runs: Sequence[EngineRun], **labels: Any) -> Row:
+    """Return the row of tokens per second over those without offload; waived if ``no_offload_runs`` is empty."""
+    if not no_offload_runs:
+        return Row(quantity=RETAINED, waived="no offload did not run", **labels)
+    return Row(quantity=RETAINED, unit="share", samples=speedups(runs, no_offload_runs, "iteration_s"), **labels)
+
+
 def same_bits_row(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Row:
     """Return the row that compares the bits with stock's.
 
@@ -102,5 +117,5 @@ def same_bits_row(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **
 def configuration_rows(runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
     """Yield the configuration of the engine, and the plan if there is one."""
     yield Row(quantity="configuration", value=runs[0].configuration, **labels)
-    if runs[0].plan:
-        yield Row(quantity="plan", value=runs[0].plan, **labels)
+    if runs[0].plan is not None:
+        yield Row(quantity="plan", value=str(runs[0].plan), **labels)

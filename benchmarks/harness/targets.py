@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from benchmarks.harness.rows import EMULATED, format_row, machine_of
+from benchmarks.harness.rows import EMULATED, format_row, format_with_spread, machine_of
 from benchmarks.harness.sizes import ON_CPU, with_default_sub_groups
 from benchmarks.harness.variants import ALL_CPU, OURS_DEFAULT
 
@@ -78,19 +78,19 @@ class Verdict:
     count: int
 
     def __str__(self) -> str:
-        value, spread = format_row(self.worst)
         chosen = f", the worst of {self.count} results (variant: {self.worst['variant']})" if self.count > 1 else ""
-        return f"{value} ({spread}){chosen}" if spread else f"{value}{chosen}"
+        return f"{format_with_spread(self.worst)}{chosen}"
 
 
 UPDATE_SPEEDUP, ITERATION_SPEEDUP = "update speedup over stock", "iteration speedup over stock"
+COST, COST_SHARE, RETAINED = "cost of the update", "cost / stock's cost", "retained"
 BIT_IDENTICAL = "bit-identical to stock"
 """The quantity of the rows that compare losses and weights with stock's."""
 
 EMULATED_H100 = f"{EMULATED} h100-pcie5, 4 GPUs"
 EMULATED_BIT_IDENTICAL = f"{BIT_IDENTICAL} ({EMULATED})"
 EMULATED_SPEEDUP = f"{EMULATED} {ITERATION_SPEEDUP}"
-EMULATED_EXPOSED_SHARE = f"{EMULATED} exposed / stock's update"
+EMULATED_COST, EMULATED_COST_SHARE = f"{EMULATED} {COST}", f"{EMULATED} {COST_SHARE}"
 MEMORY_BOUND_SPEEDUP = "speedup if memory-bound"
 """Stock's bytes of host memory per parameter divided by the variant's."""
 
@@ -103,6 +103,16 @@ ALL_ON_THE_CPU = Target(
     at_least=1.55,
     limit=MEMORY_BOUND_SPEEDUP,
     where={"sub_group_size": ON_CPU.sub_group_size},
+)
+
+EMULATED_COST_AT_MICRO_BATCH_8 = Target(
+    description="EMULATED H100, micro-batch 8: cost of the update at most 10 % of stock's",
+    benchmark="emulated",
+    variant="planned, overlap",
+    quantity=EMULATED_COST_SHARE,
+    on_gpu=False,
+    at_most=0.1,
+    where={"machine": EMULATED_H100, "micro_batch": 8},
 )
 
 SAME_BITS = Target(
@@ -163,14 +173,11 @@ TARGETS = (
         at_least=2.0,
         where={"machine": EMULATED_H100, "micro_batch": 1},
     ),
-    Target(
-        description="EMULATED H100, micro-batch 8: exposed time at most 10 % of stock's update",
-        benchmark="emulated",
-        variant="planned, overlap",
-        quantity=EMULATED_EXPOSED_SHARE,
-        on_gpu=False,
-        at_most=0.1,
-        where={"machine": EMULATED_H100, "micro_batch": 8},
+    EMULATED_COST_AT_MICRO_BATCH_8,
+    replace(
+        EMULATED_COST_AT_MICRO_BATCH_8,
+        description="EMULATED H100, micro-batch 1, 8 GB: cost of the update at most 10 % of stock's",
+        where={"machine": EMULATED_H100, "micro_batch": 1},
     ),
     Target(
         description="EMULATED: error of predicted iterations at most 5 %",
@@ -245,10 +252,10 @@ TARGETS = (
         where={"micro_batch": 1, "accumulation": 1},
     ),
     Target(
-        description="GPU, micro-batch 8: exposed time at most 10 % of stock's update",
+        description="GPU, micro-batch 8: cost of the update at most 10 % of stock's",
         benchmark="training_step",
         variant=OURS_DEFAULT.name,
-        quantity="exposed / stock's update",
+        quantity=COST_SHARE,
         on_gpu=True,
         at_most=0.1,
         where={"micro_batch": 8},

@@ -21,6 +21,7 @@ STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 SUPER_OFFLOAD = "SuperOffloadOptimizer_Stage3"
 OURS_STAGE_3 = "DeepOptimizerStates_Stage3"
 
+NO_MEMORY = "does not fit into memory"
 CUDA_ONLY = "DeepSpeed 0.19.8 supports it on CUDA only"
 
 SHARED_MEMORY = "/dev/shm"
@@ -53,6 +54,8 @@ class Variant:
     """Whether the variant claims to be bit-identical to stock."""
     done_in_step: bool = True
     """Whether the update is done when ``step()`` returns."""
+    measures_cost: bool = False
+    """Whether each run also trains without updates, as the base for the cost of the update."""
     cuda_only: bool = False
     overrides: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context that is active for as long as the engine exists."""
@@ -69,7 +72,7 @@ class Variant:
         if not self.offloads:
             capacity_bytes = torch.cuda.mem_get_info()[1] if on_cuda else machine.memory().usable_bytes
             if STATE_BYTES * setting.parameters > capacity_bytes:
-                return "does not fit into memory"
+                return NO_MEMORY
         return None
 
     def config_for(self, setting: TrainingSetting) -> dict[str, Any]:
