@@ -1,4 +1,4 @@
-"""Find the plan with the least exposed time within the memory budgets.
+"""Find the plan that lengthens the iteration least within the memory budgets.
 
 As many units as fit are resident (R), those that forward uses first. Of the others, a share is updated on the CPU (c),
 preferably those that forward needs late. The rest is streamed (S)::
@@ -19,7 +19,7 @@ from itertools import product
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of
-from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import Simulator
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.lowering import forward_order
@@ -57,9 +57,14 @@ class PlannedUpdate:
 
     plan: UpdatePlan
     timeline: Timeline
-    exposed_s: float
+    added: AddedTime
     memory: MemoryUse
     simulations: int = 0
+
+    @property
+    def exposed_s(self) -> float:
+        """Return the seconds in which the model waits for the update."""
+        return self.added.exposed_s
 
     @property
     def update_s(self) -> float:
@@ -70,8 +75,8 @@ class PlannedUpdate:
 def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: TrainingSetup) -> PlannedUpdate:
     """Return the prediction of any plan."""
     timeline = Simulator(cost, windows).run(plan.schedule, plan.workload)
-    exposed_s = windows.exposed_s(timeline, plan.workload, cost)
-    return PlannedUpdate(plan=plan, timeline=timeline, exposed_s=exposed_s, memory=memory_of(plan, setup))
+    added = windows.added_time(timeline, plan.workload, cost)
+    return PlannedUpdate(plan=plan, timeline=timeline, added=added, memory=memory_of(plan, setup))
 
 
 def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:
@@ -164,7 +169,7 @@ class _Choice:
 
 
 _Seconds = tuple[float, float, int]
-"""The exposed seconds, the seconds of the update and the number of slots, by which plans are compared."""
+"""The seconds that the iteration grows by, those of the update and the number of slots, by which plans compare."""
 
 _NEVER: _Seconds = (float("inf"), float("inf"), 0)
 
@@ -233,8 +238,8 @@ class _Search:
             self.simulations += 1
             self._simulated_units += len(plan.placements)
             timeline = self._simulator.run(plan.schedule, plan.workload)
-            exposed_s = self._cuts[choice.cut].windows.exposed_s(timeline, plan.workload, self._cost)
-            self._known[key] = max(exposed_s, self._negligible_s), timeline.active_s, plan.num_slots
+            added = self._cuts[choice.cut].windows.added_time(timeline, plan.workload, self._cost)
+            self._known[key] = max(added.total_s, self._negligible_s), timeline.active_s, plan.num_slots
         return self._known[key]
 
     def _place(self, choice: _Choice) -> UpdatePlan | None:

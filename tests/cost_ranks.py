@@ -1,4 +1,4 @@
-"""Train with and without updates, with stock and with the plugin, and print what each part has changed."""
+"""Train with and without updates, with stock and with the plugin, and print the changes of each part."""
 
 from __future__ import annotations
 

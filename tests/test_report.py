@@ -54,7 +54,7 @@ def test_actions_are_summed_by_kind_and_medians_are_compared() -> None:
         MeasuredUpdate.from_timeline(timeline(seconds), [PhaseSpan(Phase.EXPOSED, 0.0, exposed_s)])
         for seconds, exposed_s in ((2.0, 20.0), (3.0, 10.0), (50.0, 40.0))
     ]
-    rows = {row.name: row for row in compare(lambda _: PredictedUpdate(timeline(1.5), 7.0), measured)}
+    rows = {row.name: row for row in compare(PredictedUpdate(timeline(1.5), 7.0), measured)}
     assert set(rows) == {"update", "PREFETCH", "GPU_STEP", "FLUSH_STATES", "CPU_STEP", "PUBLISH"}
     assert rows["update"] == ComparisonRow("update", 10 * 1.5, 20.0)
     assert rows["update"].error == pytest.approx(-0.25)
@@ -62,13 +62,7 @@ def test_actions_are_summed_by_kind_and_medians_are_compared() -> None:
     assert str(rows["PUBLISH"]) == "PUBLISH       predicted   3.00 s, measured   6.00 s, error -50%"
 
 
-def test_the_exposed_time_is_predicted_for_the_measured_windows() -> None:
-    requested: list[Windows] = []
-
-    def predict(windows: Windows) -> PredictedUpdate:
-        requested.append(windows)
-        return PredictedUpdate(timeline(1.0), 7.0)
-
+def test_exposed_and_forward_are_compared_where_updates_overlap_with_forward() -> None:
     def phases(backward_s: float, exposed_s: float, forward_s: float) -> list[PhaseSpan]:
         return [
             PhaseSpan(Phase.BACKWARD, -backward_s, 0.0),
@@ -81,8 +75,10 @@ def test_the_exposed_time_is_predicted_for_the_measured_windows() -> None:
         MeasuredUpdate.from_timeline(timeline(2.0), phases(*lengths_s))
         for lengths_s in ((1, 5, 9), (2, 3, 6), (3, 4, 8))
     ]
-    rows = {row.name: row for row in compare(predict, measured)}
-    assert requested == [Windows(backward_s=2, forward_s=8)]
+    predicted = PredictedUpdate(
+        timeline(1.0), 7.0, (PhaseSpan(Phase.EXPOSED, 0.0, 7.0), PhaseSpan(Phase.FORWARD, 7.0, 16.0))
+    )
+    rows = {row.name: row for row in compare(predicted, measured)}
     assert rows["update"] == ComparisonRow("update", 10.0, 20.0)
     assert rows["exposed"] == ComparisonRow("exposed", 7.0, 4)
 
@@ -97,7 +93,10 @@ def reported(predicted: Timeline | None, updates: Sequence[float], sinks: Sequen
     predict = None if predicted is None else lambda _: PredictedUpdate(predicted, 0.0)
     steps = count(1)
     reporter = UpdateReporter(
-        replace(PLANNED, predict=predict), sinks, lambda: StepCounts(step := next(steps), 8 * step), log.append
+        replace(PLANNED, predict=predict, read_windows=Windows),
+        sinks,
+        lambda: StepCounts(step := next(steps), 8 * step),
+        log.append,
     )
     for update_s in updates:
         reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
@@ -229,7 +228,7 @@ def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue
 @pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
 def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: float, is_slow: bool) -> None:
     lines: list[str] = []
-    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
+    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
     reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
     exposed = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]
     for _ in range(EVERY_UPDATES - 1):
@@ -249,7 +248,7 @@ def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: fl
 
 def test_a_few_slow_updates_on_the_cpu_are_not_logged() -> None:
     lines: list[str] = []
-    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0))
+    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
     reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
     for number in range(4 * EVERY_UPDATES):
         measured = timeline(50.0 if number % 3 == 0 else 1.0)

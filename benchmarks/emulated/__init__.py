@@ -43,7 +43,6 @@ from benchmarks.harness.targets import (
     EMULATED_SPEEDUP,
 )
 from benchmarks.harness.variants import NO_OVERLAP
-from deep_opt_states.report.record import median_windows
 from perf_model.prediction.simulate import NO_WINDOWS
 from tests.software_gpu import device
 from tests.software_gpu.process_group import BACKEND, register_backend
@@ -70,10 +69,6 @@ NEARLY_EQUAL = 0.02
 ITERATION = "EMULATED iteration"
 WITHOUT_UPDATES = f"{ITERATION} without updates"
 EXPOSED = "EMULATED exposed"
-EXPOSED_AFTERWARDS = f"{EXPOSED}, predicted afterwards"
-EXPOSED_AFTERWARDS_ERROR = f"{EXPOSED}, error of the prediction afterwards"
-"""The prediction that the plugin itself reports after training, when it knows how long forward and backward took."""
-
 PREDICTED_ITERATION, PREDICTED_EXPOSED = f"{ITERATION}, predicted", f"{EXPOSED}, predicted"
 
 IDLE = "EMULATED idle time of the computing stream"
@@ -117,8 +112,6 @@ def measure_run(run: EmulatedRun, turns: Turns, *, only: Sequence[str] | None = 
     for arm, predicted in zip(arms, predictions, strict=True):
         labels: dict[str, Any] = {"variant": arm.variant.name, "setting": run.labels}
         yield from _rows(arm, arms[0], predicted, **labels)
-        if _overlaps(arm):
-            yield from _afterwards_rows(run, arm, arms[0], **labels)
     labels = {"variant": "all arms", "setting": run.labels}
     yield _order_row(arms, predictions, **labels)
     loads = [load, load_average()]
@@ -173,16 +166,6 @@ def _rows(arm: Arm, stock: Arm, predicted: PredictedArm, **labels: Any) -> Itera
     if arm.plan is not None:
         source = " (planned from the rates of the preset)" if arm.variant.name.startswith("planned") else ""
         yield Row(quantity="plan (EMULATED)", value=f"{arm.plan}{source}", **labels)
-
-
-def _afterwards_rows(run: EmulatedRun, arm: Arm, stock: Arm, **labels: Any) -> Iterator[Row]:
-    windows = median_windows(arm.updates)
-    predicted = predict(run, arm.numels, arm.plan, windows)
-    predicted_s = predicted.exposed_s
-    yield Row(quantity=EXPOSED_AFTERWARDS, unit="s", samples=[predicted_s], **labels)
-    exposed_s = [update.exposed_s for update in arm.updates]
-    if not is_negligible(predicted_s, exposed_s, stock.step_s):
-        yield _error_row(EXPOSED_AFTERWARDS_ERROR, predicted_s, exposed_s, **labels)
 
 
 def _compared(quantity: str, predicted_s: float, measured_s: Sequence[float], **labels: Any) -> Iterator[Row]:

@@ -48,21 +48,23 @@ def predict(
         workload = run.workload(numels)
         plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
         update_s = simulate(serial_schedule(plan.placements), workload, CostModel.for_stock(run.profile)).end_s
+        slowed_s = 0.0
         exposed_s, gradients = update_s, GradientPath.for_stock(plan)
     else:
         workload = run.workload([unit.numel for unit in plan.workload.units])
         plan = replace(plan, workload=workload)
-        windows = Windows(backward_s=windows.backward_s / run.slowdown, forward_s=windows.forward_s / run.slowdown)
+        backward_s, forward_s = windows.backward_s / run.slowdown, windows.forward_s / run.slowdown
+        windows = replace(windows, backward_s=backward_s, forward_s=forward_s)
         cost = CostModel.from_profile(run.profile)
         timeline = simulate(plan.schedule, workload, cost, windows)
-        update_s, exposed_s = timeline.end_s, windows.exposed_s(timeline, workload, cost)
+        update_s, (exposed_s, slowed_s) = timeline.end_s, windows.added_time(timeline, workload, cost)
         gradients = GradientPath.for_plan(plan)
     backward_s = _backward_s(run, gradients.seconds(run.profile)[0])
     return PredictedArm(
         update_s=run.slowdown * update_s,
         exposed_s=run.slowdown * exposed_s,
         gradients_s=run.slowdown * (backward_s - run.backward_s),
-        iteration_s=run.slowdown * (run.forward_s + backward_s + exposed_s),
+        iteration_s=run.slowdown * (run.forward_s + slowed_s + backward_s + exposed_s),
     )
 
 
@@ -74,6 +76,7 @@ def windows_of(run: EmulatedRun) -> Windows:
     return Windows(
         backward_s=run.slowdown * (1 - run.share_of_bucket) * run.backward_s,
         forward_s=run.slowdown * run.forward_s,
+        slowdown=run.forward_slowdown,
     )
 
 

@@ -31,7 +31,7 @@ from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.sizes import Repetitions
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.record import ComparisonRow
-from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, PLANNED_STEPS
 from examples.common.byte_gpt import ByteGPT, StdlibText
 from perf_model.prediction.memory import MemoryKind
 from perf_model.prediction.timeline import Phase
@@ -42,8 +42,8 @@ WARM_UP = 3
 """Iterations at the start that are not counted, in which DeepSpeed builds its lazy state and its trace. One more
 uncounted iteration follows at the end, since the last counted update continues during its forward."""
 
-ADAPTING = FIRST_STEPS + 2
-"""The same on a GPU, where the plugin then adopts a plan for the measured windows and the free memory."""
+ADAPTING = FIRST_STEPS + PLANNED_STEPS + 2
+"""The same on a GPU, where the plugin plans for the measured windows and the free memory, and reconsiders the plan."""
 
 
 @dataclass

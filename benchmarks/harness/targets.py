@@ -199,15 +199,6 @@ TARGETS = (
         at_most=0.05,
     ),
     Target(
-        description="EMULATED: the same, for the forward and backward that were measured, as the plugin reports",
-        benchmark="emulated",
-        variant="*",
-        quantity="EMULATED exposed, error of the prediction afterwards",
-        on_gpu=False,
-        at_least=-0.05,
-        at_most=0.05,
-    ),
-    Target(
         description="EMULATED: error of predicted updates at most 5 %",
         benchmark="emulated",
         variant="*",

@@ -29,7 +29,6 @@ from deep_opt_states.report.record import (
     StepCounts,
     UpdateRecord,
     compare,
-    median_windows,
 )
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind
@@ -103,11 +102,25 @@ class UpdateReporter:
 
     def comparison(self) -> list[ComparisonRow]:
         """Compare the updates so far with the prediction; the list is empty if one of them is missing."""
-        return compare(self._predict, self._measured) if self._predict is not None and self._measured else []
+        predicted = self.prediction()
+        return [] if predicted is None else compare(predicted, self._measured)
 
     def prediction(self) -> PredictedUpdate | None:
         """Return the prediction that ``comparison`` uses, if any."""
-        return self._predict(median_windows(self._measured)) if self._predict is not None and self._measured else None
+        windows = self._plan.read_windows() if self._measured else None
+        return None if windows is None or self._predict is None else self._predict(windows)
+
+    @property
+    def slowed_forward(self) -> str:
+        """Return how much longer forward took beside updates than without, or an empty text if that is unknown."""
+        windows = self._plan.read_windows()
+        beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
+        if windows is None or not (windows.forward_s > 0 and beside_s > 0):
+            return ""
+        return (
+            f"forward took {seconds(beside_s)} beside updates and {seconds(windows.forward_s)} without: "
+            f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
+        )
 
     def close(self) -> None:
         """Log the plan and the accuracy of the prediction at the end of training; later calls do nothing."""
@@ -122,6 +135,8 @@ class UpdateReporter:
             self._log(
                 f"predicted against measured, median of {len(self._measured)} of {self._updates} updates:\n{lines}"
             )
+        if slowed := self.slowed_forward:
+            self._log(slowed)
         self._call_sinks(lambda sink: sink.close(self))
 
     def _call_sinks(self, call: Callable[[ReportSink], None]) -> None:

@@ -46,6 +46,8 @@ class ReportedPlan:
     numels: Sequence[int]
     widths: Widths
     predict: Callable[[Windows], PredictedUpdate] | None = None
+    read_windows: Callable[[], Windows | None] = lambda: None
+    """Returns backward and forward without an update beside them; None while they are unknown."""
     description: str = ""
 
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
@@ -62,22 +64,22 @@ class MeasuredUpdate:
     """The seconds of one update, ``by_kind`` the sum of the actions of each kind.
 
     ``update_s`` starts with the decision that the step is not skipped. The model waited for ``exposed_s``, and computed
-    backward and forward in the overlapped ``windows``.
+    ``forward_s`` beside the update.
     """
 
     by_kind: Mapping[ActionKind, float]
     update_s: float
     exposed_s: float
-    windows: Windows
+    forward_s: float
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, phases: Sequence[PhaseSpan]) -> MeasuredUpdate:
         """Return the seconds of the update with this timeline, during which the model was in ``phases``."""
         exposed_s = seconds_of(Phase.EXPOSED, phases)
-        windows = Windows(backward_s=seconds_of(Phase.BACKWARD, phases), forward_s=seconds_of(Phase.FORWARD, phases))
+        forward_s = seconds_of(Phase.FORWARD, phases)
         # Without overlap with forward, an update ends when the model stops waiting for it.
-        update_s = timeline.end_s if windows.forward_s > 0 else exposed_s
-        return cls(timeline.seconds_by_kind(), update_s, exposed_s, windows)
+        update_s = timeline.end_s if forward_s > 0 else exposed_s
+        return cls(timeline.seconds_by_kind(), update_s, exposed_s, forward_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,20 +193,10 @@ class RunInfo:
         return {"format": FORMAT, **vars(self), "plan": plan}
 
 
-def median_windows(measured: Sequence[MeasuredUpdate]) -> Windows:
-    """Return the medians of the backward and the forward time that the updates overlapped with."""
-    return Windows(
-        backward_s=median(update.windows.backward_s for update in measured),
-        forward_s=median(update.windows.forward_s for update in measured),
-    )
-
-
-def compare(predict: Callable[[Windows], PredictedUpdate], measured: Sequence[MeasuredUpdate]) -> list[ComparisonRow]:
-    """Return the medians of the measured updates next to the prediction for the medians of their windows."""
-    windows = median_windows(measured)
-    predicted = predict(windows)
+def compare(predicted: PredictedUpdate, measured: Sequence[MeasuredUpdate]) -> list[ComparisonRow]:
+    """Return the medians of the measured updates next to the prediction."""
     rows = [ComparisonRow(UPDATE, predicted.timeline.end_s, median(update.update_s for update in measured))]
-    if windows.forward_s > 0:
+    if median(update.forward_s for update in measured) > 0:
         rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
     by_kind = predicted.timeline.seconds_by_kind()
     # A kind without predicted seconds has no error.

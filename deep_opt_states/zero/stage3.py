@@ -140,9 +140,9 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             self._running.executor.run_uninterrupted(lambda: memory.evict(reason))
 
     def _updated(self, phases: Sequence[PhaseSpan], read_timeline: Callable[[], Timeline]) -> None:
-        if self._gpu_memory is not None:
-            self._gpu_memory.measure(phases)
-        self.report.updated(phases, cache(read_timeline))
+        read_timeline = cache(read_timeline)
+        self._running.windows.updated(phases, read_timeline)
+        self.report.updated(phases, read_timeline)
 
     # --- Backward ---
 
@@ -178,6 +178,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
 
     def backward_prologue(self) -> None:
         """Wait for the update, which reads the gradients that this backward overwrites, and adapt the plan."""
+        self._running.windows.backward_starts()
         # The caller may have written to partitions since forward, and backward gathers them again.
         self._gathers.order_after_caller()
         self._update.wait_on_stream()
@@ -304,6 +305,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             for part, grad in zip(self._running.memory.parts, self._gradients.grads_for_update(), strict=True):
                 part.grad = grad
             self._gradients.end_window()
+            self._running.windows.update_starts()
             # Here, so that step counts match the moments wherever an interrupt ends ``step()``.
             for sub_group_id, step in enumerate(steps):
                 self._states[sub_group_id]["step"] += 1

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perf_model.prediction.cost import CostModel
+from perf_model.prediction.slowdown import NO_SLOWDOWN, ForwardProgress, Slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.schedule import PUBLISHING
 from perf_model.schedule.workload import Unit, Workload
+from perf_model.units import seconds
 
 ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
 """The kind of action that may start before the norm is known: it reads only the states of the step before."""
 
 
+class AddedTime(NamedTuple):
+    """The seconds by which an update lengthens an iteration."""
+
+    exposed_s: float
+    """The seconds in which the model waits for the update."""
+    slowed_s: float
+    """The seconds by which forward takes longer beside the update."""
+
+    @property
+    def total_s(self) -> float:
+        """Return both together."""
+        return self.exposed_s + self.slowed_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The seconds of the backward before the update and of the forward after it, which the update does not slow down.
+    """The seconds of the backward before the update and of the forward after it, without an update beside them.
 
     States may be prefetched at the end of backward. After forward, a slot may be flushed until the next backward
     prefetches into it. Both windows are 0 if the update has to finish before ``step()`` returns. ``first_use`` is
     forward's order of units, which defaults to the order of the indices. Forward uses equally many elements in equal
-    times, ``Unit.forward_numel`` of them before it needs the next unit.
+    times, ``Unit.forward_numel`` of them before it needs the next unit, but is slowed down by the update beside it.
     """
 
     backward_s: float = 0.0
     forward_s: float = 0.0
     first_use: tuple[int, ...] | None = None
+    slowdown: Slowdown = NO_SLOWDOWN
+
+    def __str__(self) -> str:
+        times = f"{seconds(self.backward_s)} of backward and {seconds(self.forward_s)} of forward"
+        return times if self.slowdown == NO_SLOWDOWN else f"{times}, {self.slowdown}"
 
     def in_order_of_use(self, workload: Workload) -> tuple[Unit, ...]:
         """Return the units in the order in which forward first uses them."""
@@ -34,28 +57,40 @@ class Windows:
             return workload.units
         return tuple(workload.units[index] for index in self.first_use)
 
-    def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
-        """Return the seconds of the update by which the iteration grows.
+    def added_time(self, timeline: Timeline, workload: Workload, cost: CostModel) -> AddedTime:
+        """Return the seconds by which the update lengthens the iteration.
 
         Forward blocks until the parameters that it needs next are updated. Only flushes may be in flight when it ends,
         and the next backward overlaps with them. It prefetches into a slot as soon as the slot is flushed. Prefetches
         that are late by then expose as much of the next update.
         """
         if self.forward_s == 0.0:
-            return timeline.end_s
-        blocked_s, ready_s = 0.0, _ready_s(timeline)
-        before, numel = 0, workload.forward_numel
-        for unit in self.in_order_of_use(workload):
-            blocked_s = max(blocked_s, ready_s[unit.index] - self.forward_s * before / numel)
-            before += unit.forward_numel
-        return blocked_s + self._late_prefetches_s(timeline, blocked_s, cost)
+            return AddedTime(timeline.end_s, 0.0)
+        blocked_s = now_s = 0.0
+        for start_s, end_s in self._uses(timeline, workload):
+            blocked_s += start_s - now_s
+            now_s = end_s
+        late_s = self._late_prefetches_s(timeline, now_s, cost)
+        return AddedTime(blocked_s + late_s, max(0.0, now_s - blocked_s - self.forward_s))
 
-    def _late_prefetches_s(self, timeline: Timeline, blocked_s: float, cost: CostModel) -> float:
-        """Return by how much flushes delay the prefetches of the next backward, after a forward that was blocked.
+    def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
+        """Return the exposed part of ``added_time``."""
+        return self.added_time(timeline, workload, cost).exposed_s
+
+    def _uses(self, timeline: Timeline, workload: Workload) -> Iterator[tuple[float, float]]:
+        """Yield when forward starts to use the parameters of each unit, and when it needs the next unit."""
+        ready_s = {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in PUBLISHING}
+        progress, numel, now_s = ForwardProgress(timeline, self.slowdown), workload.forward_numel, 0.0
+        for unit in self.in_order_of_use(workload):
+            start_s = max(now_s, ready_s[unit.index])
+            now_s = progress.end_s(start_s, self.forward_s * unit.forward_numel / numel)
+            yield start_s, now_s
+
+    def _late_prefetches_s(self, timeline: Timeline, forward_end_s: float, cost: CostModel) -> float:
+        """Return by how much flushes delay the prefetches of the backward that starts at ``forward_end_s``.
 
         Both share the link in ``backward_s``, and slow each other down until one of them ends.
         """
-        forward_end_s = self.forward_s + blocked_s
         filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
         flushed_s = max(0.0, timeline.end_s - forward_end_s)
         prefetch, flush = cost.speeds_of_copies
@@ -70,15 +105,12 @@ class Windows:
 
     def phases(self, timeline: Timeline, workload: Workload, cost: CostModel) -> tuple[PhaseSpan, ...]:
         """Return the phases of the model during the update, until the next backward no longer waits for flushes."""
-        ready_s, numel = _ready_s(timeline), workload.forward_numel
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
-        for unit in self.in_order_of_use(workload):
-            start_s = max(now_s, ready_s[unit.index])
-            now_s = start_s + self.forward_s * unit.forward_numel / numel
+        for start_s, now_s in self._uses(timeline, workload):
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
         late_s = timeline.end_s - now_s
         if self.forward_s > 0.0:
-            late_s = self._late_prefetches_s(timeline, now_s - self.forward_s, cost)
+            late_s = self._late_prefetches_s(timeline, now_s, cost)
         ends_s += [(Phase.BACKWARD, timeline.end_s - late_s), (Phase.EXPOSED, timeline.end_s)]
         spans: list[PhaseSpan] = []
         before_s = -self.backward_s
@@ -91,8 +123,15 @@ class Windows:
         return tuple(spans)
 
 
-def _ready_s(timeline: Timeline) -> dict[int, float]:
-    return {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in PUBLISHING}
+def slowest(windows: Sequence[Windows]) -> Windows:
+    """Return the shortest windows of all ranks, and the largest slowdown: all ranks wait for the slowest one."""
+    return Windows(
+        backward_s=min(each.backward_s for each in windows),
+        forward_s=min(each.forward_s for each in windows),
+        slowdown=Slowdown(
+            cpu=max(each.slowdown.cpu for each in windows), copies=max(each.slowdown.copies for each in windows)
+        ),
+    )
 
 
 def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:

@@ -68,12 +68,17 @@ class Timeline:
 
     def busy_s(self, *lanes: Lane) -> float:
         """Return the seconds in which at least one of ``lanes`` ran an action."""
-        busy_s, until_s = 0.0, float("-inf")
-        for span in sorted(self.spans, key=lambda span: span.start_s):
-            if span.action.lane in lanes:
-                busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
-                until_s = max(until_s, span.end_s)
-        return busy_s
+        return sum(end_s - start_s for start_s, end_s in self.busy_spans(*lanes))
+
+    def busy_spans(self, *lanes: Lane) -> list[tuple[float, float]]:
+        """Return when at least one of ``lanes`` runs an action: pairs of start and end, in order and apart."""
+        found: list[tuple[float, float]] = []
+        for start_s, end_s in sorted((span.start_s, span.end_s) for span in self.spans if span.action.lane in lanes):
+            if found and start_s <= found[-1][1]:
+                found[-1] = found[-1][0], max(end_s, found[-1][1])
+            else:
+                found.append((start_s, end_s))
+        return found
 
     def seconds_by_kind(self) -> dict[ActionKind, float]:
         """Return the summed seconds of the actions of each kind."""

@@ -60,6 +60,7 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
             numels=numels,
             widths=Widths(param=2, grad=2),
             predict=predicted if predict else None,
+            read_windows=lambda: Windows(backward_s=0.02, forward_s=0.03),
         ),
         [RunWriter(folder, EVERY, lambda: INFO)],
         lambda: StepCounts(step := next(steps), 8 * step),

@@ -236,6 +236,45 @@ def spans_of_a_trace_have_the_emulated_times() -> None:
     assert device.take_spans() == []
 
 
+def kernels_of_the_model_are_slowed_down_by_copies() -> None:
+    host, on_device = torch.zeros(10_000, pin_memory=True), torch.zeros(10_000, device=DEVICE_TYPE)
+    model, side, started = torch.zeros(50_000, device=DEVICE_TYPE), device.Stream(), device.Event()
+
+    def beside_a_copy() -> None:
+        started.record()
+        side.wait_event(started)
+        with device.stream(side):
+            on_device.copy_(host, non_blocking=True)
+        model.add_(1)
+
+    # A kernel of 100 ms and a copy of 40 ms: 40 ms at three quarters of the speed, and then the rest.
+    slow = {"h2d": 1e6, "device_bytes_per_s": 2e6}
+    assert elapsed_ms(beside_a_copy, MachineRates(**slow, slowed_by_copies=0.25)) == milliseconds(110)
+    assert elapsed_ms(beside_a_copy, MachineRates(**slow)) == milliseconds(100)
+
+
+def kernels_of_the_model_are_slowed_down_by_work_of_the_host() -> None:
+    model = torch.zeros(20_000, device=DEVICE_TYPE)
+    begin, end, updated = (device.Event(enable_timing=True) for _ in range(3))
+    for work_s in (0.2, 2, 20):
+        issued_from_s = time.monotonic()
+        with changed(rates=MachineRates(device_bytes_per_s=2e6, slowed_by_host_work=0.5)):
+            with device.host_work(cpu=work_s):
+                begin.record()
+                model.add_(1)
+                end.record()
+                device.launch(lambda: None, "an update", gpu_s=0.01)
+                updated.record()
+                issued_s = time.monotonic() - issued_from_s
+            updated.synchronize()
+        # If the kernels were issued early enough, the work ended after them.
+        if issued_s < work_s / 4:
+            assert begin.elapsed_time(end) > 79
+            assert end.elapsed_time(updated) == milliseconds(10)
+            return
+    raise AssertionError("this machine is too slow to issue the kernels")
+
+
 def work_of_the_host_slows_copies_down_that_use_the_same_memory() -> None:
     host, on_device = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
     begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)

@@ -42,6 +42,7 @@ class CSettings(ctypes.Structure):
         ("jitter_s", ctypes.c_double),
         ("capacities", Amounts),
         *((name, ctypes.c_double) for name in ("flops_per_s", "device_bytes_per_s", "launch_s", "copy_latency_s")),
+        *((name, ctypes.c_double) for name in ("slowed_by_host_work", "slowed_by_copies")),
         *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes", "page_lock_limit_bytes")),
         *((name, ctypes.c_int32) for name in ("lazy", "eager", "execute_first", "trace", "emulated", "poison")),
         ("kernels_per_product", ctypes.c_int32),

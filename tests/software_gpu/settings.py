@@ -21,7 +21,9 @@ class MachineRates:
     ``launch_s`` and then the time of their floating-point operations if they are products of matrices, else of the
     bytes that they read and write. A product stands for ``kernels_per_product`` kernels of the emulated run, and the
     GPU executes kernels of other streams between them. Every copy between host and device begins with
-    ``copy_latency_s``. The GPU's Adam updates ``adam_params_per_s``.
+    ``copy_latency_s``. The GPU's Adam updates ``adam_params_per_s``. The model's kernels lose the shares
+    ``slowed_by_host_work`` and ``slowed_by_copies`` of their speed while the host updates, and while a copy between
+    host and device runs.
     """
 
     h2d: float = UNLIMITED
@@ -35,6 +37,8 @@ class MachineRates:
     launch_s: float = 0.0
     copy_latency_s: float = 0.0
     kernels_per_product: int = 1
+    slowed_by_host_work: float = 0.0
+    slowed_by_copies: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,8 @@ class Settings:
                 device_bytes_per_s=rates.device_bytes_per_s,
                 launch_s=rates.launch_s,
                 copy_latency_s=rates.copy_latency_s,
+                slowed_by_host_work=rates.slowed_by_host_work,
+                slowed_by_copies=rates.slowed_by_copies,
                 seed=self.seed,
                 memory_bytes=self.memory_bytes,
                 page_lock_limit_bytes=self.page_lock_limit_bytes,

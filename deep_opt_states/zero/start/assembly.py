@@ -40,6 +40,7 @@ from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals
 from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import TrainingSetup, staging_numel
@@ -179,12 +180,15 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
     ]
     # Page-locking needs pages that were touched.
     memory.lock()
+    # Where the CPU is the accelerator, an update hides nothing, and without a prediction nothing needs the windows.
+    needs_windows = planned.predict is not None and not context.accelerator.slots_on_host
     running = RunningPlan(
         plan=plan,
         memory=memory,
         executor=executor,
         gradients=gradients,
         exposure=Exposure(device, max_intervals(plan)),
+        windows=MeasuredWindows(device, FIRST_UPDATES if needs_windows else 0, needs_forward=context.defers),
         gradient_buffers=context.gradient_buffers,
     )
     return Assembly(context=context, planned=planned, running=running, masters=masters, kernels=tuple(kernels))

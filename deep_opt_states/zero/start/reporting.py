@@ -91,5 +91,6 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
         numels=numels,
         widths=widths,
         predict=None if planned.predict is None else partial(planned.predict, plan, assembly.running.uses),
+        read_windows=assembly.running.windows.windows,
         description=f"{planned.at_end(plan, widths)}\n  in all: {total_reserved(assembly.context.device.reserved)}",
     )

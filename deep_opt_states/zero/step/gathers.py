@@ -137,6 +137,7 @@ class Gathers:
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         self.order_after_caller()
         self.direct_writes.report()
+        self._running.windows.before_forward(trains=torch.is_grad_enabled())
         # Report a failed update also to evaluation and generation, which no step follows.
         if not torch.is_grad_enabled():
             self._finish_update()

@@ -1,9 +1,11 @@
 """Hold optimizer states in the GPU memory that training leaves free, and evict them when training needs it.
 
 1. **Plan once.** In the first steps the CPU updates all units that no rule places. The memory that is free at their
-   peak, less a margin, is for states. Rank 0 plans, with the least of all ranks and the measured backward and forward.
-2. **When memory is short on a rank, evict, and plan once with what is left**, on all ranks: when half of the margin is
-   taken, PyTorch had to retry an allocation, or a plan's memory could not be reserved. The memory never grows again.
+   peak, less a margin, is for states. Rank 0 plans, with the least of all ranks and the measured windows. When the plan
+   has shown how much its copies slow down forward, it is reconsidered once.
+2. **When memory is short on a rank, evict, measure the windows in one step, and plan once with what is left**, on all
+   ranks: when half of the margin is taken, PyTorch had to retry an allocation, or a plan's memory could not be
+   reserved. The memory never grows again.
 3. **Evict before training needs the memory**, on one rank alone: before a forward that may need more than any before,
    and between two layers of a forward that has taken half of the margin. The plan stays, and its memory is reserved
    again when the need is known.
@@ -16,10 +18,9 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import is_dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,18 +29,26 @@ from deepspeed import comm as dist
 from deep_opt_states.device.cuda import AllocatorWatch, free_bytes, reserved_bytes
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
+from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.plan_request import PlanRequest
 from perf_model.prediction.memory import Budgets, memory_of
-from perf_model.prediction.timeline import Phase, PhaseSpan, seconds_of
+from perf_model.prediction.overlap_windows import slowest
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import gigabytes, seconds
 
 OBSERVED_STEPS = 3
 """The steps after which the free memory is known, because allocators and communication take theirs first."""
 
-FIRST_STEPS = 5
-"""The steps whose median times of backward and forward are planned with."""
+FIRST_STEPS = FIRST_UPDATES + 2
+"""The steps before the first plan. In the last ones, the CPU's updates beside forward show how they slow it down."""
+
+LITTLE_GAIN = 0.01
+"""The share of the time that an update adds to an iteration for which no units move."""
+
+PLANNED_STEPS = 4
+"""The steps with the first plan before it is reconsidered for the slowdown by its copies."""
+
 
 REMEDY = (
     "If stock DeepSpeed has enough memory for this step, its need has grown at once by more than the margin, without a "
@@ -107,9 +116,12 @@ class GpuMemory:
         self.of_training = AllocatorWatch()
         self.bytes = self._bytes_of_running()
         self._steps = 0
-        self._times_s: list[tuple[float, float]] = []
-        self._has_planned, self._planned_for = False, -1
-        """Whether the first plan was made, and this rank's budget at the last plan."""
+        self._next_plan: int | None = FIRST_STEPS
+        """The number of steps before the next plan; the same on every rank."""
+        self._plans_for_less, self._planned_for = False, -1
+        """Whether the next plan is made because memory is short, and this rank's budget at the last plan."""
+        self._plans_left = 2
+        """The first plan, and the one that knows the slowdown by copies, unless they were made."""
         self._may_restore = True
         """False after memory could not be reserved, until the next plan."""
         self._need_is_known = False
@@ -117,21 +129,32 @@ class GpuMemory:
         self._available_bytes: int | None = None
         """The bytes that PyTorch held or could take before a forward; None if the plan held no memory."""
 
-    def measure(self, phases: Sequence[PhaseSpan]) -> None:
-        """Add the times of backward and forward around one update, until ``FIRST_STEPS`` are known."""
-        if len(self._times_s) < FIRST_STEPS:
-            self._times_s.append((seconds_of(Phase.BACKWARD, phases), seconds_of(Phase.FORWARD, phases)))
-
     def adapt(self, *, is_short_anywhere: bool) -> bool:
         """Plan if that is due, reserve the memory of an evicted plan if it fits, and return whether the plan is new.
 
         Call this on every rank between updates, while no window is open. It is a collective when a plan is due.
         """
         self._steps += 1
-        is_due = not self._has_planned and self._steps >= FIRST_STEPS
-        changed = (is_due or is_short_anywhere) and self._plan(is_short_anywhere)
+        if is_short_anywhere and not self._plans_for_less:
+            self._plans_for_less, self._may_restore, self._next_plan = True, False, self._steps + 1
+            self._before_move()
+            log_rank_0(
+                "GPU memory is short: the states are evicted, and a plan for less memory follows in the next step"
+            )
+            with self.of_training.changing_plan():
+                self._running.evict()
+        if self._next_plan == self._steps + 1 and self._steps >= FIRST_STEPS:
+            self._measure_again()
+        changed = self._next_plan is not None and self._steps >= self._next_plan and self._plan()
         self._restore()
         return changed
+
+    def _measure_again(self) -> None:
+        # The forward beside the last update shows the slowdown by it.
+        self._before_move()
+        # Flushes in flight would slow down the backward that is measured.
+        self._running.executor.end()
+        self._running.windows.measure_again()
 
     def observe(self) -> None:
         """Update the budget from the peak of memory use, between backward and the update."""
@@ -144,30 +167,40 @@ class GpuMemory:
         """Return whether this rank must free memory, and another plan may do so."""
         return self.budget.bytes < self.bytes and self.budget.bytes != self._planned_for
 
-    def _plan(self, is_short_anywhere: bool) -> bool:
-        """Plan with the least memory of all ranks, and evict for that plan; return whether it runs from now on."""
-        times_s = tuple(map(median, zip(*self._times_s, strict=True)))
-        seen = gather_values((self.budget.bytes, self._need_is_known, times_s))
-        all_times_s = [times_s for _, _, times_s in seen]
-        if not is_short_anywhere and not (all(all_times_s) and all(is_known for _, is_known, _ in seen)):
-            # The backward of a forward that needs more than any before may need the memory.
+    def _plan(self) -> bool:
+        """Plan for the least memory and the slowest of all ranks, and return whether the plan is a new one."""
+        # The last update may not be reported yet, and ``windows`` needs it.
+        self._before_move()
+        seen = gather_values((self.budget.bytes, self._need_is_known, self._running.windows.windows()))
+        windows = [windows for _, _, windows in seen if windows is not None]
+        are_measured = len(windows) == len(seen)
+        if not self._plans_for_less and not (are_measured and all(is_known for _, is_known, _ in seen)):
+            # The backward of a forward that needs more than any before may need the memory. An interrupt may have
+            # prevented a measurement.
+            if not are_measured:
+                self._measure_again()
             return False
-        before = self._request
-        if all(all_times_s):
-            self._has_planned = True
-            backward_s, forward_s = map(min, zip(*all_times_s, strict=True))
-            self._request = replace(before, windows=replace(before.windows, backward_s=backward_s, forward_s=forward_s))
+        before, must_move = self._request, self._plans_for_less
+        if are_measured:
+            self._request = replace(before, windows=slowest(windows))
         gpu_bytes = max(before.fixed_bytes, min(budget_bytes for budget_bytes, _, _ in seen))
         self._request = replace(self._request, budgets=Budgets(gpu_bytes=gpu_bytes), uses=self._running.uses)
-        self._planned_for = self.budget.bytes
+        self._planned_for, self._plans_for_less = self.budget.bytes, False
+        self._next_plan = self._after_plan(is_for_less=must_move)
         memory = f"{gigabytes(before.budgets.gpu_bytes or 0)} -> {gigabytes(gpu_bytes)}"
-        plan = self._plan_on_rank_0(f"GPU memory for states {memory}")
-        if plan.fingerprint == self._running.plan.fingerprint and not is_short_anywhere:
+        plan = self._plan_on_rank_0(f"GPU memory for states {memory}", must_move=must_move)
+        if plan.fingerprint == self._running.plan.fingerprint and not must_move:
             return False
-        self._before_move()
         # Page-locked memory may be short: an error that every rank must raise.
         raise_together(lambda: self._move(plan))
         return True
+
+    def _after_plan(self, *, is_for_less: bool) -> int | None:
+        """Return the number of steps before the plan after this one, None if only short memory leads to another."""
+        if self._steps < FIRST_STEPS:
+            return FIRST_STEPS
+        self._plans_left -= 0 if is_for_less else 1
+        return self._steps + PLANNED_STEPS if self._plans_left > 0 else None
 
     def _move(self, plan: UpdatePlan) -> None:
         with self.of_training.changing_plan():
@@ -176,16 +209,20 @@ class GpuMemory:
         self.bytes = self._bytes_of_running()
         self._restore()
 
-    def _plan_on_rank_0(self, reason: str) -> UpdatePlan:
+    def _plan_on_rank_0(self, reason: str, *, must_move: bool) -> UpdatePlan:
         """Return the plan that rank 0 finds, or the running one if it finds none; the same on every rank."""
         decisions = None
         if dist.get_rank() == 0:
             try:
                 found = self._request.plan()
-                before_s = self._request.evaluate(self._running.plan).exposed_s
-                times = f"{seconds(before_s)} -> {seconds(found.planned.exposed_s)}"
-                log_rank_0(f"{reason}, predicted exposed time {times}: {found.plan}")
-                decisions = found.to_json_dict()
+                windows, before = self._request.windows, self._request.evaluate(self._running.plan).added
+                added = found.planned.added
+                if must_move or added.total_s < (1 - LITTLE_GAIN) * before.total_s:
+                    log_rank_0(
+                        f"{reason}, {windows}, predicted to add to an iteration {seconds(before.total_s)} -> "
+                        f"{seconds(added.total_s)}, {seconds(added.exposed_s)} of it exposed: {found.plan}"
+                    )
+                    decisions = found.to_json_dict()
             except Exception as error:  # noqa: BLE001 (the running plan is valid, and training goes on with it)
                 log_error(error)
         decisions = gather_values(decisions)[0]

@@ -14,6 +14,7 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.measured_windows import MeasuredWindows
 from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
@@ -37,6 +38,7 @@ class RunningPlan:
     executor: Executor
     gradients: Gradients
     exposure: Exposure
+    windows: MeasuredWindows
     gradient_buffers: GradientBuffers
     is_evicted: bool = False
     uses: tuple[str, ...] | None = None

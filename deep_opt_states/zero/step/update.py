@@ -78,8 +78,8 @@ class Update:
     """
 
     def __init__(self, running: RunningPlan, *, defers: bool, on_finished: OnFinished) -> None:
-        self._executor, self._exposure = running.executor, running.exposure
-        self._defers = defers
+        self._executor, self._exposure, self._windows = running.executor, running.exposure, running.windows
+        self._may_defer = defers
         self._on_finished = on_finished
         self._agreement = StepAgreement()
         self.unit_waits = UnitWaits(running)
@@ -114,7 +114,9 @@ class Update:
     def prefetch(self) -> None:
         """Start to copy the states that the next update needs first into the slots that are free."""
         self._exposure.mark_prefetch()
-        self._executor.prefetch()
+        # Otherwise the copies would slow down the backward that is measured.
+        if not self._windows.is_measuring:
+            self._executor.prefetch()
 
     def run(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
         """Start the update, with one entry of ``steps`` per sub-group, and end it unless it is deferred.
@@ -122,18 +124,22 @@ class Update:
         ``prepare`` gives each unit its gradients. Raise ``UpdateFailed`` on every rank if an update that is not
         deferred fails on any.
         """
+        defers = self._may_defer and not self._windows.is_measuring
         self._exposure.begin_update()
         self.unit_waits.start()
         self._phase = UpdatePhase.DEFERRED
         with self._exposure.waits.direct():
             self._executor.begin(steps, prepare)
-            if self._defers:
+            if defers:
                 self.unit_waits.publish_persistent_unit()
             else:
                 self._executor.end()
-        if not self._defers:
+        if not defers:
             self._record_end()
             self.synchronize_ranks()
+            # Before the host gathers, issues and reports: a deferred update runs beside all of that.
+            self._windows.read_forward()
+            self._windows.forward_starts()
 
     def skip(self) -> None:
         """Report the last update, in a step that DeepSpeed skips. What was prefetched for it remains valid."""
@@ -164,6 +170,7 @@ class Update:
         # Only a stream may have waited in an earlier call.
         self._executor.end()
         if states:
+            self._windows.disturb()
             self._executor.sync_states_to_host()
 
     def synchronize_ranks(self, *, raise_failure: bool = True, flushed: bool = True, states: bool = False) -> None:

@@ -10,6 +10,7 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 const SteadyClock::time_point loaded_at = SteadyClock::now();
 constexpr double NEVER_S = std::numeric_limits<double>::infinity();
+constexpr double LEAST_SPEED = 0.05;
 // Two moments that are closer than this are the same.
 constexpr double RESOLUTION_S = 1e-9;
 
@@ -31,6 +32,14 @@ void Clock::set_capacities(const Amounts& capacities) {
   std::lock_guard lock(mutex_);
   advance(now_s());
   capacities_ = capacities;
+  changed_.notify_all();
+}
+
+void Clock::set_slowdown(double by_host_work, double by_copies) {
+  std::lock_guard lock(mutex_);
+  advance(now_s());
+  slowed_by_host_work_ = by_host_work;
+  slowed_by_copies_ = by_copies;
   changed_.notify_all();
 }
 
@@ -219,7 +228,19 @@ std::vector<double> Clock::speeds(const std::vector<Flow*>& flows) const {
         rising[i] = false;
       }
   }
+  for (size_t i = 0; i < flows.size(); ++i)
+    if (flows[i]->cost.of_model) result[i] *= speed_of_model(flows);
   return result;
+}
+
+// The host that launches the model's kernels shares memory bandwidth, caches and cores with updates and copies.
+double Clock::speed_of_model(const std::vector<Flow*>& flows) const {
+  bool host_works = false, copies = false;
+  for (auto* flow : flows) {
+    host_works |= flow->cost.amounts[CPU] > 0;
+    copies |= flow->engine == Engine::H2D || flow->engine == Engine::D2H;
+  }
+  return std::max(LEAST_SPEED, 1.0 - slowed_by_host_work_ * host_works - slowed_by_copies_ * copies);
 }
 
 Clock& the_clock() {

@@ -30,6 +30,8 @@ struct Cost {
   Amounts amounts{};
   // Seconds before the work begins to use resources, such as the launch of a kernel.
   double latency_s = 0;
+  // Whether it is a kernel of the model, which the host slows down that launches it.
+  bool of_model = false;
 };
 
 // Seconds since the library was loaded, on the clock by which threads sleep.
@@ -42,6 +44,8 @@ class Clock {
   // The capacity of each resource is an amount per second. UNLIMITED means that using it takes no time.
   explicit Clock(const Amounts& capacities) : capacities_(capacities) {}
   void set_capacities(const Amounts& capacities);
+  // Set the shares of their speed that the model's kernels lose while the host works, and while a copy between host and device runs.
+  void set_slowdown(double by_host_work, double by_copies);
 
   bool takes_time(const Cost& cost) const;
 
@@ -68,10 +72,12 @@ class Clock {
   double end_if_unchanged(const Flow& flow) const;
   std::vector<Flow*> moving() const;
   std::vector<double> speeds(const std::vector<Flow*>& flows) const;
+  double speed_of_model(const std::vector<Flow*>& flows) const;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Amounts capacities_;
+  double slowed_by_host_work_ = 0, slowed_by_copies_ = 0;
   double simulated_s_ = 0;
   double lag_s_ = 0;
   // The end of the last work on each engine.

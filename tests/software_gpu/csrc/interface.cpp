@@ -38,7 +38,7 @@ extern "C" {
 struct CSettings {
   double lazy_s, jitter_s;
   double capacities[NUM_RESOURCES];
-  double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s;
+  double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s, slowed_by_host_work, slowed_by_copies;
   uint64_t seed, memory_bytes, page_lock_limit_bytes;
   int32_t lazy, eager, execute_first, trace, emulated, poison, kernels_per_product;
 };
@@ -64,6 +64,7 @@ void software_gpu_configure(const CSettings* c) {
   Amounts capacities;
   std::copy(c->capacities, c->capacities + NUM_RESOURCES, capacities.begin());
   the_clock().set_capacities(capacities);
+  the_clock().set_slowdown(c->slowed_by_host_work, c->slowed_by_copies);
   device_memory().configure(c->memory_bytes, c->poison);
   pinned_memory().set_limit(c->page_lock_limit_bytes);
 }

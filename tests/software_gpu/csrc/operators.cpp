@@ -32,6 +32,7 @@ at::Tensor DeviceView::open() const {
 void enqueue_kernel(std::string name, std::function<void()> work, double bytes, double flops) {
   Settings settings = runtime().settings();
   Cost cost;
+  cost.of_model = true;
   cost.latency_s = settings.launch_s;
   cost.amounts[GPU] = flops > 0 ? flops / settings.flops_per_s : bytes / settings.device_bytes_per_s;
   int parts = flops > 0 ? settings.kernels_per_product : 1;

@@ -33,8 +33,10 @@ def residents(answer: dict[str, Any]) -> list[int]:
 def test_growth_within_the_margin_is_met_and_states_leave_at_the_next_border() -> None:
     answers, _ = trained("within the margin")
     answer = answers["within the margin"]
-    assert not any(answer["evicted"] + answer["failed"])
-    assert residents(answer)[BALANCED] > residents(answer)[BALANCED + 1]
+    assert not any(answer["failed"])
+    # States leave at the border, the windows are measured in one step, and the plan for less memory follows.
+    assert answer["evicted"] == [step == BALANCED + 1 for step in range(len(answer["evicted"]))]
+    assert residents(answer)[BALANCED] > residents(answer)[BALANCED + 2]
 
 
 @pytest.mark.promise("P1", "P6")
@@ -43,7 +45,8 @@ def test_growth_in_steps_of_less_than_half_of_the_margin_is_met(growth: str) -> 
     answers, log = trained(growth)
     answer = answers[growth]
     assert not any(answer["failed"])
-    assert any(answer["evicted"]) == (growth == "from layer to layer"), "within a forward, the memory is given back"
+    in_forward = growth == "from layer to layer"
+    assert sum(answer["evicted"]) == 1 + in_forward, "within a forward, the memory is given back a step earlier"
     assert residents(answer)[BALANCED - 1] > residents(answer)[-1]
     assert answers["fault"]["error"] == "OutOfMemoryError"
     assert "an allocation has failed while optimizer states hold" in log
@@ -55,8 +58,11 @@ def test_growth_in_steps_of_less_than_half_of_the_margin_is_met(growth: str) -> 
 def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of_stock(growth: str) -> None:
     answers, log = trained(growth)
     answer = answers[growth]
-    assert answer["failed"] == answer["evicted"] == [step == BALANCED for step in range(len(answer["failed"]))]
-    assert residents(answer)[BALANCED] > residents(answer)[BALANCED + 1]
+    steps = range(len(answer["failed"]))
+    assert answer["failed"] == [step == BALANCED for step in steps]
+    # The windows are measured again in one step, in which the CPU updates all units.
+    assert answer["evicted"] == [step in (BALANCED, BALANCED + 1) for step in steps]
+    assert residents(answer)[BALANCED] > residents(answer)[BALANCED + 2]
     assert "evicted after an allocation has failed." in log
     # The second attempt fails if the memory is kept.
     assert answers["fault"]["error"] == "OutOfMemoryError"

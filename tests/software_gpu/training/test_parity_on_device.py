@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES
 from tests.software_gpu.settings import ADVERSARIES
 from tests.software_gpu.training.parity_on_device_ranks import CHOICE, EVERY_CASE, selected
 from tests.zero.parity.cases import QUICK
@@ -52,7 +53,10 @@ def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(
             assert found["differences"] == [], f"rank {rank}, {arm}"
             assert found["class"] == (STOCK if arm.endswith("stock") else OURS)
             if not arm.endswith("stock") and "'overlap_forward': False" not in arm:
-                assert found["deferred"] >= (case.steps - len(case.poisoned)) // 2, f"{arm}: too few deferred updates"
+                # Where the plugin plans, the first updates end inside step(), so that windows can be measured.
+                inside = 0 if "'placement'" in arm else FIRST_UPDATES
+                updates = case.steps - len(case.poisoned) - inside
+                assert found["deferred"] >= updates // 2, f"{arm}: too few deferred updates"
         # Training that changed nothing would have equal bits, too.
         assert len(set(result["numbers"]["loss"])) > 2
 

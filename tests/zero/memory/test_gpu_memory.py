@@ -15,11 +15,11 @@ import pytest
 
 from deep_opt_states.device import cuda
 from deep_opt_states.zero.step import gpu_memory
-from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, GpuBudget, GpuMemory
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, PLANNED_STEPS, GpuBudget, GpuMemory
 from perf_model.plan_request import PlanRequest
 from perf_model.prediction.memory import Budgets, memory_of
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Phase, PhaseSpan
+from perf_model.prediction.slowdown import Slowdown
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -29,7 +29,7 @@ from tests.model.costs import cost
 
 GB = 10**9
 NUMEL = BORDER_MULTIPLE * 4_000_000
-PHASES = (PhaseSpan(Phase.BACKWARD, -0.05, 0.0), PhaseSpan(Phase.FORWARD, 0.0, 0.1))
+WINDOWS = Windows(backward_s=0.05, forward_s=0.1)
 REQUEST = PlanRequest(
     sub_groups=[[Partition(f"layers.{layer}.weight", NUMEL) for layer in range(16)]],
     unit_sizes=(NUMEL,),
@@ -49,6 +49,15 @@ class RecordedPlan:
     calls: list[str] = field(default_factory=list)
     failures: list[bool] = field(default_factory=list)
     gradients: Any = field(default_factory=lambda: SimpleNamespace(have_device_accumulators=False))
+    measured: Windows = WINDOWS
+
+    @property
+    def executor(self) -> Any:
+        return SimpleNamespace(end=lambda: None)
+
+    @property
+    def windows(self) -> Any:
+        return SimpleNamespace(windows=lambda: self.measured, measure_again=lambda: self.calls.append("measure"))
 
     @property
     def holds_memory(self) -> bool:
@@ -90,7 +99,6 @@ class TrainingOfOneRank:
         self.memory.begin_forward()
         changed = self.memory.adapt(is_short_anywhere=self.memory.is_short)
         self.memory.observe()
-        self.memory.measure(PHASES)
         return changed
 
 
@@ -136,15 +144,28 @@ def test_what_is_free_after_the_first_steps_is_planned_with_once(training: Train
     assert 0 < training.held_bytes <= 9 * GB
     expected = memory_of(training.running.plan, REQUEST.setup).gpu_bytes
     assert training.memory.bytes == expected
-    assert not any(training.step() for _ in range(200)), "nothing else leads to a plan"
+    assert not any(training.step() for _ in range(200)), "the plan is confirmed once, and nothing else leads to a plan"
+    assert training.running.calls == ["adopt", "restore", "measure"]
+
+
+@pytest.mark.promise("P5")
+def test_a_plan_is_reconsidered_once_when_its_copies_slow_down_forward(training: TrainingOfOneRank) -> None:
+    before = filled(training).running.plan
+    training.running.measured = replace(WINDOWS, slowdown=Slowdown(cpu=0.1, copies=0.8))
+    assert [training.step() for _ in range(50)].index(True) == PLANNED_STEPS - 2
+    after = training.running.plan
+    streamed = [plan.numel(Placement.STREAMED) for plan in (before, after)]
+    assert streamed[0] > streamed[1]
+    training.running.measured = WINDOWS
+    assert not any(training.step() for _ in range(50))
 
 
 def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(training: TrainingOfOneRank) -> None:
-    unknown_need, unmeasured = (5 * GB, False, (0.05, 0.1)), (5 * GB, True, ())
+    unknown_need, unmeasured = (5 * GB, False, WINDOWS), (5 * GB, True, None)
     for peer in (unknown_need, unmeasured):
         training.peers = [peer]
         assert not any(training.step() for _ in range(FIRST_STEPS + 3))
-    training.peers = [(5 * GB, True, (0.05, 0.1))]
+    training.peers = [(5 * GB, True, WINDOWS)]
     assert training.step()
     assert 0 < training.held_bytes <= 5 * GB, "the least of all ranks"
 
@@ -160,8 +181,8 @@ def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: Tr
     assert not training.step()
     assert training.memory.is_short
     training.running.calls.clear()
-    assert [training.step() for _ in range(20)] == [True] + [False] * 19
-    assert training.running.calls == ["adopt", "restore"]
+    assert [training.step() for _ in range(20)] == [False, True] + [False] * 18
+    assert training.running.calls[:4] == ["evict", "measure", "adopt", "restore"]
     assert 0 < training.held_bytes <= (before // 2 if training.retries else 3 * GB)
 
 
@@ -174,7 +195,7 @@ def test_evicted_states_return_when_the_need_is_known_and_the_plan_stays(trainin
     assert training.running.is_evicted, "the backward of this forward has not shown its need"
     training.memory.observe()
     assert not training.step()
-    assert training.running.calls == ["evict", "restore"]
+    assert [call for call in training.running.calls if call != "measure"] == ["evict", "restore"]
     assert training.running.plan is plan
 
 
@@ -185,8 +206,8 @@ def test_memory_that_cannot_be_reserved_halves_what_is_planned_with(training: Tr
     assert training.running.is_evicted
     filled_bytes = training.memory.bytes
     training.running.calls.clear()
-    assert [training.step() for _ in range(10)] == [True] + [False] * 9
-    assert training.running.calls == ["adopt", "restore"]
+    assert [training.step() for _ in range(10)] == [False, True] + [False] * 8
+    assert training.running.calls[:4] == ["evict", "measure", "adopt", "restore"]
     assert 0 < training.held_bytes <= filled_bytes // 2
 
 

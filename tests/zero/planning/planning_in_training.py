@@ -31,7 +31,6 @@ from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, GpuMemory
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Phase, PhaseSpan, seconds_of
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
@@ -59,8 +58,14 @@ class RunningWithoutStates:
 
     plan: UpdatePlan
     uses: tuple[str, ...] | None = None
+    measured: Windows | None = None
     is_evicted: bool = False
     adopted: list[UpdatePlan] = field(default_factory=list)
+
+    @property
+    def windows(self) -> Any:
+        """Return the windows that the first steps have shown."""
+        return SimpleNamespace(windows=lambda: self.measured)
 
     @property
     def gradients(self) -> Any:
@@ -135,24 +140,12 @@ class TrainingRun:
             assert planned.request is not None
             assert planned.predict is not None
             assert budget is not None
-            running: Any = RunningWithoutStates(planned.plan, tuple(self.uses))
+            running: Any = RunningWithoutStates(planned.plan, tuple(self.uses), self.windows)
             memory = GpuMemory(running, planned.request, budget, before_move=lambda: None)
             for _ in range(FIRST_STEPS):
                 memory.observe()
-                memory.measure(self._phases)
                 memory.adapt(is_short_anywhere=memory.is_short)
-            windows = Windows(
-                backward_s=seconds_of(Phase.BACKWARD, self._phases), forward_s=seconds_of(Phase.FORWARD, self._phases)
-            )
-            return running.plan, planned.predict(running.plan, running.uses, windows)
-
-    @property
-    def _phases(self) -> tuple[PhaseSpan, ...]:
-        # The origin of time lies between the two windows, so that no rounding changes their lengths.
-        return (
-            PhaseSpan(Phase.BACKWARD, -self.windows.backward_s, 0.0),
-            PhaseSpan(Phase.FORWARD, 0.0, self.windows.forward_s),
-        )
+            return running.plan, planned.predict(running.plan, running.uses, self.windows)
 
     @contextmanager
     def _machine(self) -> Iterator[None]:

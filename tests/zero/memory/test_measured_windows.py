@@ -1,0 +1,131 @@
+"""Check when backward and forward are measured without an update beside them, and how slowdowns are found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.slowdown import Slowdown
+from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
+from perf_model.schedule.action import Action, ActionKind
+
+
+@dataclass
+class Moment:
+    """An event of a clock that the test moves."""
+
+    clock: list[float]
+    at_s: float = -1.0
+
+    def synchronize(self) -> None:
+        assert self.at_s >= 0.0, "nothing waits for an event that is not recorded"
+
+    def seconds_after(self, origin: Moment) -> float:
+        return self.at_s - origin.at_s
+
+
+@dataclass
+class ClockOfOneStream:
+    """A device with one stream, whose work ends when it is issued."""
+
+    now_s: list[float] = field(default_factory=lambda: [0.0])
+
+    def event(self) -> Moment:
+        return Moment(self.now_s)
+
+    def current_stream(self) -> ClockOfOneStream:
+        return self
+
+    def record(self, event: Moment) -> None:
+        event.at_s = self.now_s[0]
+
+
+class TrainingBesideUpdates:
+    """Steps with a forward and a backward of some seconds. Deferred updates on the CPU last 1 s."""
+
+    def __init__(self, updates: int = FIRST_UPDATES) -> None:
+        self.device = ClockOfOneStream()
+        self.windows = MeasuredWindows(self.device, updates)  # type: ignore[arg-type]
+        self.inside: list[bool] = []
+        self._before_s = 0.0
+
+    def step(self, forward_s: float, backward_s: float, copies_s: float = 0.0) -> None:
+        """Train one step, whose forward follows the update of the step before."""
+        self.device.now_s[0] += forward_s
+        self.windows.backward_starts()
+        was_inside = not self.inside or self.inside[-1]
+        if self.inside and not was_inside:
+            spans = [Span(Action(ActionKind.CPU_STEP, 0, None, ()), 0.0, 1.0)]
+            if copies_s:
+                spans.append(Span(Action(ActionKind.PREFETCH, 1, 0, ()), 0.0, copies_s))
+            phases = [PhaseSpan(Phase.EXPOSED, 0.0, 0.0), PhaseSpan(Phase.FORWARD, 0.0, forward_s)]
+            self.windows.updated(phases, lambda: Timeline(tuple(spans)))
+        self.device.now_s[0] += backward_s
+        self.windows.backward_starts()
+        self.inside.append(self.windows.is_measuring)
+        if self.inside[-1]:
+            phases = [PhaseSpan(Phase.BACKWARD, -backward_s, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 5.0)]
+            self.windows.updated(phases, lambda: Timeline(()))
+            self.device.now_s[0] += 5.0
+        self.windows.step_ended()
+
+
+@pytest.mark.promise("P5")
+def test_forward_and_backward_are_measured_while_updates_end_inside_the_step() -> None:
+    run = TrainingBesideUpdates()
+    run.step(9.0, 1.0)
+    assert run.windows.windows() is None, "no forward has followed an update"
+    for forward_s, backward_s in ((2.0, 3.0), (4.0, 5.0), (3.0, 7.0)):
+        run.step(forward_s, backward_s)
+    assert run.inside == [True] * FIRST_UPDATES + [False]
+    assert run.windows.windows() == Windows(backward_s=3.0, forward_s=3.0)
+    run.step(50.0, 60.0)
+    found = run.windows.windows()
+    assert found is not None
+    assert (found.backward_s, found.forward_s) == (3.0, 3.0), "a forward beside an update is no window"
+
+
+@pytest.mark.promise("P5")
+def test_forwards_beside_cpu_updates_and_beside_copies_show_the_slowdown() -> None:
+    run = TrainingBesideUpdates()
+    for _ in range(FIRST_UPDATES + 1):
+        run.step(3.0, 1.0)
+    # All of an update of 1 s runs beside forward.
+    run.step(3.5, 1.0)
+    found = run.windows.windows()
+    assert found is not None
+    assert found.slowdown == Slowdown(cpu=0.5)
+    for _ in range(3):
+        run.step(3.7, 1.0, copies_s=0.5)
+    found = run.windows.windows()
+    assert found is not None
+    assert (found.slowdown.cpu, found.slowdown.copies) == pytest.approx((0.5, 0.4))
+
+
+def test_windows_are_measured_again_in_one_step() -> None:
+    run = TrainingBesideUpdates()
+    for _ in range(FIRST_UPDATES + 2):
+        run.step(3.0, 1.0)
+    run.windows.measure_again()
+    run.step(3.0, 2.0)
+    assert run.windows.windows() is None
+    run.step(4.0, 1.0)
+    assert run.inside[-2:] == [True, False]
+    found = run.windows.windows()
+    assert found is not None
+    assert (found.backward_s, found.forward_s) == (2.0, 4.0)
+
+
+def test_without_an_update_beside_forward_only_backward_is_measured() -> None:
+    run = TrainingBesideUpdates(updates=0)
+    assert run.windows.windows() == Windows()
+    run.windows.measure_again()
+    assert not run.windows.is_measuring
+    run.windows.updated(
+        [PhaseSpan(Phase.BACKWARD, -2.0, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], lambda: Timeline(())
+    )
+    run.windows.step_ended()
+    assert run.windows.windows() == Windows(backward_s=2.0)
