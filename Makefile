@@ -15,7 +15,7 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all test-oldest stress compat release-check gpu-check gpu-measure gpu-bench lint wheel clean
+.PHONY: help demo test test-all test-oldest stress compat release-check gpu-check gpu-measure gpu-bench gpu-bits lint wheel clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -64,8 +64,14 @@ gpu-check:  ## Run tests/gpu and the profile on a machine with a GPU, with PYTHO
 gpu-measure:  ## Run small benchmarks of copies, Adam and overlap on a machine with a GPU; 7 minutes
 	@$(PYTHON) -m tests.gpu.run_parts measure
 
-gpu-bench:  ## Run benchmarks with billions of parameters on a machine with a GPU; 9 minutes
-	@$(PYTHON) -m tests.gpu.run_parts bench
+GPU_BENCH := env -u DS_ACCELERATOR $(PYTHON) -m benchmarks
+SIZE := $(if $(BILLIONS),--set billions=$(BILLIONS))
+
+gpu-bench:  ## Compare all ways to train BILLIONS=1.7 or 4 of parameters on a machine with a GPU; 9 minutes
+	@$(GPU_BENCH) gpu $(SIZE) --output $(or $(OUT),.cache/gpu-bench)
+
+gpu-bits:  ## Compare the bits of one rank, and of two on one GPU, with stock's; 9 minutes
+	@$(GPU_BENCH) gpu_bits $(SIZE) --output $(or $(OUT),.cache/gpu-bench)
 
 lint: $(INSTALLED)  ## Check style, prose and types
 	$(VENV)/bin/ruff check .

@@ -6,6 +6,7 @@ several files:
 - ``adam/``: how fast is one Adam update, on the CPU and on the GPU?
 - ``planner/``: how good are the plans, and how long does planning take?
 - ``emulated/``: how long do stock and ours take on emulated machines, and what does the model predict?
+- ``gpu/``: how does the plugin compare with other ways to train billions of parameters on one GPU?
 - ``slots/``: what would more staging slots gain?
 - all other modules: see their first lines, or run ``python -m benchmarks --help``.
 

@@ -21,12 +21,12 @@ from benchmarks import copy
 from benchmarks.harness.rows import Waived
 from tests.gpu import run_parts
 from tests.gpu import test_sanitizer as sanitizer
-from tests.gpu.parts import Part, bench_parts, chosen_parts, measure_parts, parts, pytest_command, side_by_side
+from tests.gpu.parts import Part, chosen_parts, measure_parts, parts, pytest_command, side_by_side
 from tests.gpu.run_parts import GPU_LIMIT_S, check
 from tests.gpu.time_left import PART_ENDS, REPORT_S, seconds_left
 from tests.launch import REPOSITORY, is_running
 
-LISTS = {"gpu-check": parts, "gpu-measure": measure_parts, "gpu-bench": bench_parts}
+LISTS = {"gpu-check": parts, "gpu-measure": measure_parts}
 every_list = pytest.mark.parametrize("which", LISTS.values(), ids=LISTS)
 
 

@@ -37,6 +37,8 @@ BENCHMARKS = {
     "update_phase": "How long does the update take, compared with stock and DeepSpeed's other ways to offload?",
     "overlap": "How much of the update is exposed, with overlap off, in backward, in forward, and in both?",
     "training_step": "How long does an iteration take, by phase, micro-batch, accumulation and model size?",
+    "gpu": "How does the plugin compare with other ways to train 1.7 or 4 billion parameters on one GPU?",
+    "gpu_bits": "Are losses and states bit-identical to stock's, with one rank and with two on one GPU?",
     "ablation": "How much speedup does each part of the plugin add?",
     "trace": "Where does the time of a step go?",
     "exactness": "Are losses and weights identical to stock's over hundreds of steps?",
@@ -58,7 +60,7 @@ EMULATED = "EMULATED"
 SIMULATED = "SIMULATED"
 """The variant of rows that ``perf_model`` predicts, for machines on which nothing runs."""
 
-PACKAGES = ("torch", "deepspeed", "triton", "numpy")
+PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "torchao")
 """The packages whose versions each row records."""
 
 

@@ -13,8 +13,6 @@ from benchmarks.harness.variants import ALL_CPU, OURS_DEFAULT
 
 Rows = Sequence[Mapping[str, Any]]
 
-GPU_COMMAND = "`make gpu-bench PYTHON=python3` on a machine with a GPU"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -279,8 +277,9 @@ def check_targets(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str
     for target in TARGETS:
         verdict = target.check(rows)
         if verdict is None:
-            command = GPU_COMMAND if target.on_gpu else f"`python -m benchmarks {target.benchmark.replace('*', 'all')}`"
-            lines.append((target.description, "**not measured**", f"run {command}"))
+            command = f"`python -m benchmarks {target.benchmark.replace('*', 'all')}`"
+            where = " on a machine with a GPU" if target.on_gpu else ""
+            lines.append((target.description, "**not measured**", f"run {command}{where}"))
         else:
             why = "" if verdict.is_met else f"{_limit(target, rows, verdict.worst)}{_traces(rows, verdict.worst)}"
             lines.append((target.description, "met" if verdict.is_met else "**missed**", f"{verdict}{why}"))

@@ -1,4 +1,4 @@
-"""List the parts of ``make gpu-check``, ``make gpu-measure`` and ``make gpu-bench``."""
+"""List the parts of ``make gpu-check`` and ``make gpu-measure``."""
 
 from __future__ import annotations
 
@@ -87,20 +87,9 @@ def side_by_side(chosen: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def measure_parts() -> list[Part]:
-    """Return the parts of ``make gpu-measure``: small benchmarks at full effort."""
-    return [BUILD, _benchmark("copy", 45), _benchmark("adam", 60), _benchmark("overlap", 90)]
-
-
-def bench_parts() -> list[Part]:
-    """Return the parts of ``make gpu-bench``, which measure the targets for a GPU.
-
-    On one H100 with 16 cores, one run of an engine took about 38 s. The targets need eight runs for ``training_step``,
-    and two and a profile for ``model_error``.
-
-    Each benchmark writes its rows as soon as their variants have finished, beginning with the targets, so that a
-    benchmark that is stopped leaves the rows so far.
-    """
-    return [BUILD, _benchmark("training_step", 285), _benchmark("model_error", 115)]
+    """Return the parts of ``make gpu-measure``: small benchmarks at full effort, and the targets of ``model_error``."""
+    benchmarks = {"copy": 45, "adam": 60, "overlap": 90, "model_error": 115}
+    return [BUILD, *(_benchmark(name, limit_s) for name, limit_s in benchmarks.items())]
 
 
 def chosen_parts(listed: Sequence[Part], names: Sequence[str]) -> list[Part]:

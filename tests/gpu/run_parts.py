@@ -1,10 +1,9 @@
 """Run the tests and benchmarks that need a GPU, in parts that each have a time limit, within 9 minutes in total.
 
-``make gpu-check`` runs the tests and the profile, ``make gpu-measure`` small benchmarks, and ``make gpu-bench``
-benchmarks with billions of parameters. Text and JSON are written after each part, into the folder named by OUT or into
-``.cache``, so that a killed run leaves the results of the finished parts. The exit code is 0 if every part passed, 1 if
-one did not, and 2 if there is no GPU. Names of parts after the name of the list choose some of its parts:
-``python3 -m tests.gpu.run_parts check build kernel``.
+``make gpu-check`` runs the tests and the profile, and ``make gpu-measure`` small benchmarks. Text and JSON are written
+after each part, into the folder named by OUT or into ``.cache``, so that a killed run leaves the results of the
+finished parts. The exit code is 0 if every part passed, 1 if one did not, and 2 if there is no GPU. Names of parts
+after the name of the list choose some of its parts: ``python3 -m tests.gpu.run_parts check build kernel``.
 
 The parts that measure no time run at the same time, since a machine with a GPU has many cores. Each part may use its
 own limit, whatever happened to the parts before it, plus the time that they did not use.
@@ -27,7 +26,7 @@ from enum import Enum
 from pathlib import Path
 
 from tests.gpu.figures import FIGURES_FILE
-from tests.gpu.parts import Part, bench_parts, chosen_parts, measure_parts, parts, side_by_side
+from tests.gpu.parts import Part, chosen_parts, measure_parts, parts, side_by_side
 from tests.gpu.time_left import PART_ENDS
 from tests.launch import REPOSITORY
 
@@ -264,7 +263,7 @@ def _environment() -> Mapping[str, str]:
 def main() -> int:
     """Run the parts that the command line names, and return the exit code. Raise ``SystemExit`` for an unknown name."""
     which, *names = sys.argv[1:]
-    listed = {"check": parts, "measure": measure_parts, "bench": bench_parts}[which]()
+    listed = {"check": parts, "measure": measure_parts}[which]()
     out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{which}").resolve()
     return check(chosen_parts(listed, names), out)
 
