@@ -189,6 +189,15 @@ class Executor:
             with self._keep_failure():
                 self._issuer.issue_all()
 
+    @property
+    def has_published_all(self) -> bool:
+        """Return whether no stream need wait for any unit: no update is in flight, or all units are published."""
+        if not (self.pending or self._flushing):
+            return True
+        # The last one first: it is nearly always the one that is missing.
+        positions = reversed(self._issuer.schedule.publishing.values())
+        return self._failure is None and all(map(self._issuer.has_finished, positions))
+
     def publish(self, unit: int) -> None:
         """Make the current stream wait for the publication of ``unit``, and the host until the worker has issued it."""
         # If only a stream has waited, the current stream may be another one, still ahead of the update.

@@ -139,6 +139,10 @@ class Issuer:
         ended_on_cpu = self.schedule.actions[position].lane is not Lane.PUBLISH or position < self._ended_on_cpu
         return position < self.issued and ended_on_cpu
 
+    def has_finished(self, position: int) -> bool:
+        """Return whether the action at ``position``, which is not on the CPU lane, has finished, as far as is known."""
+        return self.is_brought_out(position) and self.events.finished[self.schedule.actions[position].name].finished()
+
     def bring_out(self, position: int) -> None:
         """Issue the actions up to ``position``, and block the host until that action is issued."""
         self.issue(position + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +23,7 @@ class Schedule:
     actions: tuple[Action, ...]
 
     @cached_property
-    def publishing(self) -> Mapping[int, int]:
+    def publishing(self) -> dict[int, int]:
         """Return by unit the position of the action that writes its parameters."""
         return {action.unit: position for position, action in enumerate(self.actions) if action.kind in PUBLISHING}
 

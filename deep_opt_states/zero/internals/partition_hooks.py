@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from deep_opt_states.zero.internals.compat import Parameter
 
-_REGISTERED: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+_REGISTERED: list[ref[Any]] = []
 """The hooks of all engines in the order of their creation, as on every rank: hooks call collectives.
 
 The references are weak, so that an engine without ``destroy()`` is freed.
@@ -30,8 +30,9 @@ _REPLACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def _call(hook: str, params: Sequence[Parameter]) -> None:
-    for hooks in list(_REGISTERED):
-        getattr(hooks, hook)(params)
+    for reference in _REGISTERED.copy():
+        if (hooks := reference()) is not None:
+            getattr(hooks, hook)(params)
 
 
 def before_new_engine(module: torch.nn.Module) -> None:
@@ -50,10 +51,12 @@ def register(hooks: Any) -> Callable[[], None]:
             method = getattr(Init, name)
             _REPLACED[name] = method, _bound(replacement, method)
             setattr(Init, name, _REPLACED[name][1])
-    _REGISTERED[hooks] = None
+    reference = ref(hooks)
+    _REGISTERED.append(reference)
 
     def remove() -> None:
-        _REGISTERED.pop(hooks, None)
+        # Also those of engines that were freed.
+        _REGISTERED[:] = [other for other in _REGISTERED if other is not reference and other() is not None]
         if _REGISTERED:
             return
         for name, (method, replacement) in list(_REPLACED.items()):

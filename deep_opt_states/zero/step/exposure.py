@@ -146,12 +146,13 @@ class Exposure:
         assert not self._prefetch_marked
         self.waits, self.previous_waits = (UpdateWaits(self._device, max_intervals) for _ in range(2))
 
-    def mark_prefetch(self) -> None:
-        """Mark where prefetching for the next update starts. Its waits replace ``previous_waits``."""
-        self.previous_waits.read_timeline = None
-        if not self._prefetch_marked:
+    def mark_prefetch(self) -> bool:
+        """Mark where prefetching for the next update starts, and return whether it was not marked yet."""
+        if is_first := not self._prefetch_marked:
             self._prefetch_marked = True
+            self.previous_waits.read_timeline = None
             self._device.current_stream().record(self.previous_waits.prefetch)
+        return is_first
 
     def forget_prefetch(self) -> None:
         """Let the next prefetch be marked: no update has followed the one that was."""

@@ -116,8 +116,9 @@ class Gathers:
 
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:
         """Make the current stream, which gathers, wait for the update of ``params``."""
-        if own := self._own(params):
-            self._update.unit_waits.publish(self._units_of(own))
+        waits = self._update.unit_waits
+        if not waits.are_over and (own := self._own(params)):
+            waits.publish(self._units_of(own))
 
     def before_write(self, params: Sequence[Parameter]) -> None:
         """Let the caller write to the partitions, even in the middle of forward or backward."""
@@ -151,19 +152,20 @@ class Gathers:
         if self._caller_may_have_written:
             self._coordinator.gather_after_current_stream()
             self._caller_may_have_written = False
-        if not self._update.is_deferred:
+        waits = self._update.unit_waits
+        if not self._update.is_deferred or waits.are_over:
             return fetch(module, forward)
         self._update.advance()
         params = self._coordinator.params_of(module)
         # The computing stream reads the parameters as well. It waits before the prefetch looks at the next modules.
         partitioned = filter(self._coordinator.is_partitioned, params)
-        self._update.unit_waits.wait_for(self._units_of(partitioned))
-        with (
-            self._coordinator.prefetching_until(self._may_block, params),
-            # DeepSpeed makes the computing stream wait for every all-gather in flight.
-            self._update.unit_waits.for_gathering_stream(),
-        ):
-            return fetch(module, forward)
+        waits.wait_for(self._units_of(partitioned))
+        # DeepSpeed makes the computing stream wait for every all-gather in flight.
+        with waits.for_gathering_stream():
+            if waits.none_may_block:
+                return fetch(module, forward)
+            with self._coordinator.prefetching_until(self._may_block, params):
+                return fetch(module, forward)
 
     def _may_block(self, param: Parameter) -> bool:
         """Return whether prefetching ``param`` now could block the host, and so delay this module's kernels."""

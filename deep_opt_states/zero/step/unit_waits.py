@@ -22,12 +22,33 @@ class UnitWaits:
         self._gathered: set[int] = set()
         self._requested = 0
         """The position in the schedule before which every rank has requested each PUBLISH."""
+        self._published_at: dict[int, int] = {}
+        """The position of the PUBLISH of each unit that has one."""
+        self._are_over = False
 
     def start(self) -> None:
         """Start with the waits for a new update."""
         self._waited_for.clear()
         self._gathered.clear()
         self._requested = 0
+        self._are_over = False
+        schedule = self._running.plan.schedule
+        self._published_at = {
+            unit: at for unit, at in schedule.publishing.items() if schedule.actions[at].lane is Lane.PUBLISH
+        }
+
+    @property
+    def none_may_block(self) -> bool:
+        """Return whether ``may_block`` is false for every unit until the next update; the same on every rank."""
+        # The last value is the highest, because the units are in the order of their actions.
+        return self._requested > next(reversed(self._published_at.values()), -1)
+
+    @property
+    def are_over(self) -> bool:
+        """Return whether this rank waits for no unit any more, and no rank limits how far it gathers ahead."""
+        if not self._are_over and self.none_may_block:
+            self._are_over = self._executor.has_published_all
+        return self._are_over
 
     def wait_for(self, units: Iterable[int]) -> None:
         """Make the current stream, which computes, wait for the parameters of ``units``."""
@@ -62,23 +83,19 @@ class UnitWaits:
         This holds for a CPU unit unless every rank has requested it, or a unit that the worker updates after it. It is
         the same on every rank, so it must not depend on the progress of this rank's worker, a failure or an eviction.
         """
-        position, is_published = self._publishing(unit)
-        return is_published and position >= self._requested
+        return self._published_at.get(unit, -1) >= self._requested
 
     def publish_persistent_unit(self) -> None:
         """Make the current stream wait for the persistent parameters."""
         unit = self._running.plan.workload.persistent_unit
         if unit is not None:
+            self._mark_requested(unit)
             self._executor.publish(unit)
+
+    def request_all(self) -> None:
+        """Record that every rank waits for all units."""
+        self._requested = len(self._running.plan.schedule.actions)
 
     def _mark_requested(self, unit: int) -> None:
         """Record that every rank is about to publish the parameters of ``unit``."""
-        position, is_published = self._publishing(unit)
-        if is_published:
-            self._requested = max(self._requested, position + 1)
-
-    def _publishing(self, unit: int) -> tuple[int, bool]:
-        """Return the position of the action that makes the parameters readable, and whether it is a PUBLISH."""
-        schedule = self._running.plan.schedule
-        position = schedule.publishing[unit]
-        return position, schedule.actions[position].lane is Lane.PUBLISH
+        self._requested = max(self._requested, self._published_at.get(unit, -1) + 1)

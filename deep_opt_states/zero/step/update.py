@@ -113,9 +113,10 @@ class Update:
 
     def prefetch(self) -> None:
         """Start to copy the states that the next update needs first into the slots that are free."""
-        self._exposure.mark_prefetch()
-        # Otherwise the copies would slow down the backward that is measured.
-        if not self._windows.is_measuring:
+        # Backward calls this for each bucket, and a section takes tens of microseconds.
+        is_first = self._exposure.mark_prefetch()
+        # Where windows are measured, the copies would slow down backward.
+        if is_first and not self._windows.is_measuring:
             self._executor.prefetch()
 
     def run(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
@@ -160,8 +161,9 @@ class Update:
 
         Every rank makes this call at the same point. States may still be copied to host memory during backward.
         """
-        self._end(Waiter.STREAM)
         if self.is_deferred:
+            self._end(Waiter.STREAM)
+            self.unit_waits.request_all()
             self._phase = UpdatePhase.FINISHED
 
     def wait(self, *, states: bool = False) -> None:

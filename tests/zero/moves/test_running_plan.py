@@ -36,6 +36,7 @@ def running_plan(gradient_buffers: Callable[..., list[GradientBuffer]]) -> Runni
         gradients=Gradients(None, [buffer()], None),
         exposure=mock.create_autospec(Exposure, instance=True),
         gradient_buffers=gradient_buffers,
+        bind_threads=lambda plan: None,
     )
 
 

@@ -22,3 +22,13 @@ def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters(wor
             assert found["waited"] == needed, found["block"]
             assert len(needed[0]) < found["units"]
         assert naive["waited"][0] == list(range(naive["units"])), "the rewrite waits for the whole sub-group"
+
+
+def test_the_hooks_of_modules_do_nothing_once_the_update_has_ended() -> None:
+    (finished,) = run_ranks(1, ["-m", "tests.zero.parity.ended_update_ranks"], timeout_s=200)
+    assert finished.returncode == 0, finished.output[-4000:]
+    for found in finished.answers():
+        assert found["forward"] == {}
+        # Before backward, the plan may change. In it, the update is ended, and the next one is prefetched.
+        assert found["both"].keys() <= {"sections", "events"}
+        assert found["both"]["sections"] <= 3, "none per module or per bucket"

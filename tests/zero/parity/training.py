@@ -39,7 +39,7 @@ class Record:
     deferred: int = 0
     """The number of forwards that began while an update was in flight."""
     published: set[int] = field(default_factory=set)
-    """The units that forward waited for then."""
+    """The units that forward waited for then, or found published."""
     placements: set[str] = field(default_factory=set)
     """The placements of the last plan's units, if the program records them."""
 
@@ -154,6 +154,9 @@ def recorded_forward(optimizer: Any, record: Record) -> Iterator[None]:
     record.deferred += 1
     executor = update._executor
     publish = executor.publish
+    if executor.has_published_all:
+        # The accelerator is the CPU, which runs what is issued: nothing is left to wait for.
+        record.published.update(executor._issuer.schedule.publishing)
 
     def recorded_publish(unit: int) -> None:
         if executor.pending:
