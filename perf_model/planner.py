@@ -39,10 +39,10 @@ FIRST_STEP, LAST_STEP = 1 / 20, 1 / 250
 """The changes of a share. They are halved if a round gains less than ``LITTLE``."""
 
 LITTLE = 0.001
-"""A negligible gain, and the negligible exposed time as a share of forward."""
+"""A negligible gain, and the negligible added time as a share of forward."""
 
 ALMOST_BEST = 1.005
-"""Larger units, which have less overhead, are chosen if they expose at most this multiple of the least time."""
+"""Larger units, which have less overhead, are chosen if they add at most this multiple of the least time."""
 
 GRID_UNITS, MAX_UNITS = 150, 600
 """The fewest units of the grid, and the most units of a size if a larger size fits."""
@@ -115,7 +115,7 @@ def plan_units(
     setup: TrainingSetup,
     first_use_of: Callable[[Workload], tuple[int, ...] | None] = lambda workload: None,
 ) -> tuple[int, PlannedUpdate]:
-    """Return the unit size, in parameters, that exposes the least time, and its plan.
+    """Return the unit size, in parameters, that adds the least time to an iteration, and its plan.
 
     ``workload_of`` maps a size to the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise
     ``DoesNotFit`` if no plan fits, and ``ValueError`` if there are no units or the machine cannot update a fixed one.

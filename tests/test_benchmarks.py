@@ -70,6 +70,7 @@ def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path
         "exactness",
         "model_error",
         "overhead",
+        "hooks",
         "planner",
         "scaling",
         "simulated_scaling",

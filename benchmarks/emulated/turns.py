@@ -23,12 +23,13 @@ from benchmarks.harness.overrides import without_updates
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.record import MeasuredUpdate
 from deep_opt_states.zero.step.gpu_memory import GpuMemory
+from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
 
-WARM_UP = 3
-"""Iterations in which DeepSpeed records the order of its modules, and the plugin adapts its schedule."""
+WARM_UP = FIRST_UPDATES
+"""Iterations in which DeepSpeed records the order of its modules, and updates of the plugin end inside ``step()``."""
 
 COMPUTING_STREAM = 0
 PHASES = ("forward", "backward", "step")

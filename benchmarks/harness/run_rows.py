@@ -92,6 +92,9 @@ def cost_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labe
     """Yield the iteration without updates, and the cost of the update with one sample per round."""
     yield Row(quantity="iteration without updates", unit="s", samples=all_samples(runs, "without_updates_s"), **labels)
     yield Row(quantity=COST, unit="s", samples=[run.cost_s for run in runs], **labels)
+    if any(stock.cost_s <= 0 for stock in stock_runs):
+        yield Row(quantity=COST_SHARE, waived="stock's cost is below the noise of this machine", **labels)
+        return
     shares = [run.cost_s / stock.cost_s for run, stock in zip(runs, stock_runs, strict=True)]
     yield Row(quantity=COST_SHARE, unit="share", samples=shares, **labels)
 

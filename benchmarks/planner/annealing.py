@@ -49,12 +49,12 @@ def _anneal(progress: Callable[[int], float], plan: UpdatePlan, setting: WindowS
     budgets, windows, setup = setting.budgets, setting.windows, setting.job.setup
     simulator, random = Simulator(setting.cost, windows), Random(0)
 
-    def exposed_s(candidate: UpdatePlan) -> float:
+    def added_s(candidate: UpdatePlan) -> float:
         timeline = simulator.run(candidate.schedule, candidate.workload)
-        return windows.exposed_s(timeline, candidate.workload, setting.cost)
+        return windows.added_time(timeline, candidate.workload, setting.cost).total_s
 
     present = replace(plan, order=None)
-    present_s = least_s = exposed_s(present)
+    present_s = least_s = added_s(present)
     temperature_s = FIRST_TEMPERATURE * present_s
     done, refused = 1, 0
     # Where hardly a change fits, the search ends.
@@ -64,7 +64,7 @@ def _anneal(progress: Callable[[int], float], plan: UpdatePlan, setting: WindowS
             refused += 1
             continue
         refused = 0
-        candidate_s = exposed_s(candidate)
+        candidate_s = added_s(candidate)
         done += 1
         allowed_s = -math.log(1.0 - random.random()) * temperature_s * (1.0 - passed) ** 2
         if candidate_s <= present_s + allowed_s:

@@ -98,9 +98,10 @@ def test_the_slowdown_is_found_in_forwards_beside_different_work(
         ([SlowedForward(0.2, 1.0, 0.0), SlowedForward(0.4, 1.0, 0.0)], Slowdown(cpu=0.3)),
         ([SlowedForward(0.2, 0.0, 0.4)], Slowdown(copies=0.5)),
         ([SlowedForward(0.2, 0.4, 0.4)] * 3, Slowdown(cpu=0.5)),
+        ([SlowedForward(0.21, 0.4, 0.41)] * 3, Slowdown(cpu=0.525)),
         ([SlowedForward(9.0, 1.0, 0.0)], Slowdown(cpu=1.0)),
     ],
-    ids=["nothing", "faster", "beside nothing", "CPU alone", "copies alone", "both alike", "all speed"],
+    ids=["nothing", "faster", "beside nothing", "CPU alone", "copies alone", "both alike", "nearly alike", "all speed"],
 )
 def test_shares_of_work_that_no_forward_ran_beside_are_zero(forwards: list[SlowedForward], expected: Slowdown) -> None:
     found = fit_slowdown(forwards)

@@ -48,16 +48,16 @@ class TrainingBesideUpdates:
 
     def __init__(self, updates: int = FIRST_UPDATES) -> None:
         self.device = ClockOfOneStream()
-        self.windows = MeasuredWindows(self.device, updates)  # type: ignore[arg-type]
+        self.windows = MeasuredWindows(self.device, updates, needs_forward=updates > 0)  # type: ignore[arg-type]
         self.inside: list[bool] = []
         self._before_s = 0.0
 
     def step(self, forward_s: float, backward_s: float, copies_s: float = 0.0) -> None:
         """Train one step, whose forward follows the update of the step before."""
+        self.windows.before_forward(trains=True)
         self.device.now_s[0] += forward_s
         self.windows.backward_starts()
-        was_inside = not self.inside or self.inside[-1]
-        if self.inside and not was_inside:
+        if self.inside and not self.inside[-1]:
             spans = [Span(Action(ActionKind.CPU_STEP, 0, None, ()), 0.0, 1.0)]
             if copies_s:
                 spans.append(Span(Action(ActionKind.PREFETCH, 1, 0, ()), 0.0, copies_s))
@@ -66,11 +66,13 @@ class TrainingBesideUpdates:
         self.device.now_s[0] += backward_s
         self.windows.backward_starts()
         self.inside.append(self.windows.is_measuring)
+        self.windows.update_starts()
         if self.inside[-1]:
             phases = [PhaseSpan(Phase.BACKWARD, -backward_s, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 5.0)]
             self.windows.updated(phases, lambda: Timeline(()))
             self.device.now_s[0] += 5.0
-        self.windows.step_ended()
+            self.windows.read_forward()
+            self.windows.forward_starts()
 
 
 @pytest.mark.promise("P5")
@@ -119,13 +121,33 @@ def test_windows_are_measured_again_in_one_step() -> None:
     assert (found.backward_s, found.forward_s) == (2.0, 4.0)
 
 
+@pytest.mark.promise("P5")
+def test_an_evaluation_after_the_update_is_no_part_of_forward() -> None:
+    run = TrainingBesideUpdates()
+    run.step(1.0, 1.0)
+    run.windows.before_forward(trains=False)
+    run.device.now_s[0] += 1000.0
+    run.step(2.0, 1.0)
+    assert run.windows.windows() == Windows(backward_s=1.0, forward_s=2.0)
+    # Backward recomputes layers, and reads no window.
+    run.windows.before_forward(trains=False)
+    run.step(4.0, 1.0)
+    assert run.windows.windows() == Windows(backward_s=1.0, forward_s=3.0)
+
+
 def test_without_an_update_beside_forward_only_backward_is_measured() -> None:
-    run = TrainingBesideUpdates(updates=0)
-    assert run.windows.windows() == Windows()
-    run.windows.measure_again()
-    assert not run.windows.is_measuring
-    run.windows.updated(
-        [PhaseSpan(Phase.BACKWARD, -2.0, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], lambda: Timeline(())
-    )
-    run.windows.step_ended()
-    assert run.windows.windows() == Windows(backward_s=2.0)
+    windows = MeasuredWindows(ClockOfOneStream(), FIRST_UPDATES, needs_forward=False)  # type: ignore[arg-type]
+    for number, backward_s in enumerate((2.0, 4.0, 3.0, 9.0)):
+        assert windows.is_measuring == (number < FIRST_UPDATES), "prefetches would slow down backward"
+        windows.update_starts()
+        phases = [PhaseSpan(Phase.BACKWARD, -backward_s, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]
+        windows.updated(phases, lambda: Timeline(()))
+        windows.forward_starts()
+    assert windows.windows() == Windows(backward_s=3.0)
+
+
+def test_nothing_is_measured_where_nothing_needs_the_windows() -> None:
+    windows = MeasuredWindows(ClockOfOneStream(), 0, needs_forward=True)  # type: ignore[arg-type]
+    windows.measure_again()
+    assert not windows.is_measuring
+    assert windows.windows() == Windows()

@@ -16,6 +16,7 @@ from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.measured_windows import MeasuredWindows
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -35,6 +36,7 @@ def running_plan(gradient_buffers: Callable[..., list[GradientBuffer]]) -> Runni
         executor=mock.create_autospec(Executor, instance=True),
         gradients=Gradients(None, [buffer()], None),
         exposure=mock.create_autospec(Exposure, instance=True),
+        windows=mock.create_autospec(MeasuredWindows, instance=True),
         gradient_buffers=gradient_buffers,
         bind_threads=lambda plan: None,
     )

@@ -1,0 +1,144 @@
+"""How much host time do the plugin's hooks take while no update is in flight?
+
+In a model of 36 tiny layers, Python takes nearly all of the time. Each arm trains in a process of its own, in turns. A
+turn trains for two iterations and counts the second one. Updates end in ``step()``, on the CPU accelerator and, with
+all states resident, on the software GPU of the tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import deepspeed
+import torch
+
+import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.rows import Row
+from benchmarks.harness.run_rows import labels_of
+from benchmarks.harness.setting import TrainingSetting
+from benchmarks.harness.variants import STOCK, Variant, ours
+from examples.common.byte_gpt import ByteGPT
+from examples.common.one_rank import be_the_only_rank_unless_launched
+
+SETTING = TrainingSetting(layers=36, width=64, context=16, micro_batch=1, sub_group_size=1_000_000)
+
+HUGGING_FACE_AUTO = {
+    "reduce_bucket_size": SETTING.width**2,
+    "stage3_prefetch_bucket_size": 9 * SETTING.width**2 // 10,
+    "stage3_param_persistence_threshold": 10 * SETTING.width,
+}
+
+HOOKS = ("forward", "backward")
+TO_STOCK = "forward + backward / stock's"
+
+CHART = Bars(TO_STOCK)
+
+Moment = tuple[float, float]
+"""The time of the clock, and the CPU time of the training thread, in seconds."""
+
+
+def now() -> Moment:
+    """Return the current moment."""
+    return time.perf_counter(), time.thread_time()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmProcess:
+    """One engine in a process of its own."""
+
+    variant: Variant
+    on_software_gpu: bool = False
+
+    def serve(self, requests: Connection) -> None:
+        """Create the engine, and train a turn for each request that is true."""
+        os.environ.pop("RANK")  # the parent is a rank of its own
+        be_the_only_rank_unless_launched()
+        with ExitStack() as resources:
+            if self.on_software_gpu:
+                from benchmarks.emulated import start_device
+                from tests.software_gpu.plugged import plugged
+
+                start_device()
+                resources.enter_context(plugged())
+            # As beside a GPU: PyTorch's other threads would only wait for each other.
+            torch.set_num_threads(1)
+            model = ByteGPT(SETTING.shape).to(deepspeed.get_accelerator().current_device_name())
+            config = self.variant.config_for(SETTING)
+            config["zero_optimization"] |= HUGGING_FACE_AUTO
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            self.variant.verify(engine)
+            for _ in range(3):
+                _train(engine)
+            requests.send(None)
+            while requests.recv():
+                _train(engine)
+                times = _train(engine)
+                if self.variant.block is not None:
+                    engine.optimizer._update.wait()
+                requests.send(times)
+            engine.destroy()
+
+
+def _train(engine: Any) -> dict[str, Moment]:
+    """Train for one iteration, and return the seconds of each phase by both clocks."""
+    inputs = torch.arange(SETTING.context, device=engine.device).unsqueeze(0)
+    start = now()
+    loss = engine(inputs, inputs)
+    forward = now()
+    engine.backward(loss)
+    backward = now()
+    engine.step()
+    spans = {"forward": (start, forward), "backward": (forward, backward)}
+    return {phase: (end[0] - begin[0], end[1] - begin[1]) for phase, (begin, end) in spans.items()}
+
+
+OURS_ALONE = ours("ours", placement="cpu", overlap_forward=False)
+RESIDENT = ours("ours, all resident", placement=[{"match": "*", "states": "resident"}], overlap_forward=False)
+
+ON_CPU = ArmProcess(variant=STOCK), ArmProcess(variant=OURS_ALONE)
+ON_SOFTWARE_GPU = ArmProcess(variant=STOCK, on_software_gpu=True), ArmProcess(variant=RESIDENT, on_software_gpu=True)
+
+
+def in_turns(arms: Sequence[ArmProcess], turns: int) -> list[list[dict[str, Moment]]]:
+    """Return the times of each arm, one entry per turn. The order alternates from turn to turn."""
+    context = multiprocessing.get_context("fork")
+    connections: list[Connection] = []
+    for arm in arms:
+        connection, of_arm = context.Pipe()
+        context.Process(target=arm.serve, args=(of_arm,), daemon=True).start()
+        # Otherwise ``recv`` would wait for ever for a process that has failed.
+        of_arm.close()
+        connection.recv()
+        connections.append(connection)
+    times: list[list[dict[str, Moment]]] = [[] for _ in arms]
+    for turn in range(turns):
+        for connection, of_this in list(zip(connections, times, strict=True))[:: 1 if turn % 2 == 0 else -1]:
+            connection.send(True)
+            of_this.append(connection.recv())
+    for connection in connections:
+        connection.send(False)
+    return times
+
+
+def measure(*, quick: bool, turns: float = 16) -> Iterator[Row]:
+    """Yield the seconds of each arm by both clocks, and their ratio to those of the first arm in the same turn."""
+    for arms in (ON_CPU, ON_SOFTWARE_GPU):
+        times = in_turns(arms, 2 if quick else int(turns))
+        for arm, of_arm in zip(arms, times, strict=True):
+            labels = labels_of(arm.variant.name + (", software GPU" if arm.on_software_gpu else ""), SETTING)
+            # On the software GPU, backward runs on a thread of autograd, whose CPU time is not counted.
+            for clock, name in enumerate(("", ", CPU time")[: 1 if arm.on_software_gpu else 2]):
+                seconds, stock = (
+                    [sum(turn[phase][clock] for phase in HOOKS) for turn in turns_of] for turns_of in (of_arm, times[0])
+                )
+                yield Row(quantity=" + ".join(HOOKS) + name, unit="s", samples=seconds, **labels)
+                ratios = [one / other for one, other in zip(seconds, stock, strict=True)]
+                yield Row(quantity=TO_STOCK + name, unit="times", samples=ratios, **labels)
