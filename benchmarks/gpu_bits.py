@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from benchmarks.gpu import QUICK_TOKENS, chosen_model, rows_of
+from benchmarks.gpu import TOKENS, chosen_model, rows_of
 from benchmarks.gpu.arms import bits_jobs
 from benchmarks.gpu.processes import run_jobs
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
 
-TOKENS = 4_096
+BITS_TOKENS = 4_096
 MODEL_OF_TWO_RANKS = "Qwen3-0.6B"
 
 CHART = Bars()
@@ -24,6 +24,6 @@ CHART = Bars()
 def measure(*, quick: bool, billions: float = 1.7, minutes: float = 8.6) -> Iterator[Row]:
     """Yield whether the bits are the same, within so many minutes. Raise ``Waived`` if there is no GPU."""
     ends_s = time.monotonic() + 60 * minutes
-    model, tokens = chosen_model(billions, quick=quick), QUICK_TOKENS[0] if quick else TOKENS
+    model, tokens = chosen_model(billions, quick=quick), TOKENS["tiny"][0] if quick else BITS_TOKENS
     jobs = [*bits_jobs(model, tokens, 1), *bits_jobs(model if quick else MODEL_OF_TWO_RANKS, tokens, 2)]
     yield from rows_of(run_jobs(jobs, ends_s))

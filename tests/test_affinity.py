@@ -65,20 +65,6 @@ def test_running_threads_are_moved_and_restored() -> None:
 
 
 @two_cpus
-def test_a_binding_moves_the_threads_that_did_not_bind_themselves() -> None:
-    binding = LaunchBinding(HIGH)
-    try:
-        with parked() as thread, parked(lambda: os.sched_setaffinity(0, LOW)) as bound:
-            binding.move(LOW | HIGH)
-            assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [ALLOWED, ALLOWED, LOW]
-            binding.move(HIGH)
-            assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [HIGH, HIGH, LOW]
-    finally:
-        binding.release()
-    assert os.sched_getaffinity(0) == ALLOWED
-
-
-@two_cpus
 def test_threads_and_programs_that_start_later_inherit_and_threads_are_restored() -> None:
     binding = LaunchBinding(HIGH)
     with parked() as later:

@@ -78,6 +78,8 @@ def train(job: ArmJob) -> Iterator[dict[str, Any]]:
                 assert training.digest is not None
                 record["digest"] = training.digest()
             elif training.without_updates is not None:
+                # A job that is killed meanwhile keeps these times.
+                yield record
                 with training.without_updates():
                     _iterate(training, batches, 1)
                     record["without_updates_s"] = _iterate(training, batches, TIMED_WITHOUT_UPDATES)["iteration_s"]

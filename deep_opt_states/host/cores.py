@@ -264,13 +264,6 @@ class LaunchBinding:
                     f'found {error}.\nSet "bind_cores": false.'
                 ) from error
 
-    def move(self, cpus: Collection[int]) -> None:
-        """Restrict the threads to ``cpus`` from now on, unless the container has lost them."""
-        with _process.lock, suppress(OSError):
-            if self.cpus != (cpus := frozenset(cpus)):
-                self.cpus = cpus
-                _process.apply()
-
     def release(self) -> None:
         """Remove the restriction, so that the binding before it applies again."""
         with _process.lock:

@@ -44,12 +44,6 @@ class UpdatePlan:
         if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
             raise ValueError(f"A plan's order names each of its {len(self.placements)} units once, found {self.order}.")
 
-    @property
-    def updates_on_cpu(self) -> bool:
-        """Return whether the CPU updates any unit but the persistent one."""
-        others = (place for unit, place in enumerate(self.placements) if unit != self.workload.persistent_unit)
-        return Placement.CPU in others
-
     @cached_property
     def schedule(self) -> Schedule:
         """Return the actions, lowered on first use, because the planner discards many plans without them."""

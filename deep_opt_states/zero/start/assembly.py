@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,8 +157,8 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
     plan, device, host_adam = planned.plan, context.device, context.host_adam
     params = context.optimizer.fp16_partitioned_groups_flat
     # Before memory is touched, so that it is allocated near these cores, and before the worker starts.
-    bind_threads = _bind_threads(context.share, resources)
-    bind_threads(plan)
+    if context.share.launch_cores:
+        resources.callback(LaunchBinding(context.share.launch_cores).release)
     memory = StateMemory(plan.workload, params, context.grad_dtype, device, params_on_host=context.setup.params_on_host)
     resources.callback(memory.close)
     memory.set_plan(plan)
@@ -190,19 +190,8 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
         exposure=Exposure(device, max_intervals(plan)),
         windows=MeasuredWindows(device, FIRST_UPDATES if needs_windows else 0, needs_forward=context.defers),
         gradient_buffers=context.gradient_buffers,
-        bind_threads=bind_threads,
     )
     return Assembly(context=context, planned=planned, running=running, masters=masters, kernels=tuple(kernels))
-
-
-def _bind_threads(share: CoreShare, resources: ExitStack) -> Callable[[UpdatePlan], None]:
-    """Return the function that binds the threads that launch to the cores that a plan does not update on."""
-    if not share.launch_cores:
-        return lambda plan: None
-    binding = LaunchBinding(share.launch_cores)
-    resources.callback(binding.release)
-    every = (*share.launch_cores, *share.cores)
-    return lambda plan: binding.move(share.launch_cores if plan.updates_on_cpu else every)
 
 
 def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:

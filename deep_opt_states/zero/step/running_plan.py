@@ -40,8 +40,6 @@ class RunningPlan:
     exposure: Exposure
     windows: MeasuredWindows
     gradient_buffers: GradientBuffers
-    bind_threads: Callable[[UpdatePlan], object]
-    """Binds the threads that launch to the cores that the updates of a plan leave to them."""
     is_evicted: bool = False
     uses: tuple[str, ...] | None = None
 
@@ -102,7 +100,6 @@ class RunningPlan:
             units = self.memory.units
             self.executor.load_plan(here.schedule, units)
             self.gradients.set_buffers(self.gradient_buffers(here, units, self.is_evicted))
-            self.bind_threads(here)
             if plan is not self.plan:
                 self.exposure.reserve(max_intervals(plan))
         except torch.OutOfMemoryError:

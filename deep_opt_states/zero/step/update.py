@@ -250,6 +250,8 @@ class Update:
             self._phase = UpdatePhase.IDLE
         # The traceback of the failure refers to the slots and gradients of its update, which may be freed later.
         self._raised = None
+        # What was prefetched is stale.
+        self._exposure.forget_prefetch()
         self._executor.clear_failure()
 
 

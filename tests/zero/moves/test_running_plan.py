@@ -38,7 +38,6 @@ def running_plan(gradient_buffers: Callable[..., list[GradientBuffer]]) -> Runni
         exposure=mock.create_autospec(Exposure, instance=True),
         windows=mock.create_autospec(MeasuredWindows, instance=True),
         gradient_buffers=gradient_buffers,
-        bind_threads=lambda plan: None,
     )
 
 
