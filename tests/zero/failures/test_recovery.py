@@ -17,6 +17,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.zero.step import update
 from deep_opt_states.zero.step.exposure import Exposure
+from deep_opt_states.zero.step.measured_windows import MeasuredWindows
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -44,7 +45,9 @@ def test_the_gradient_of_a_failed_update_is_freed_when_the_failure_is_forgotten(
     place(states, plan.schedule, HostDevice())
     executor = Executor(plan.schedule, states, HostDevice(), PlainAdam(), RaisingAdam())
     with mock.patch.object(update, "StepAgreement"):
-        of_plan: Any = SimpleNamespace(plan=plan, executor=executor, exposure=Exposure(HostDevice(), 10))
+        windows = MeasuredWindows(HostDevice(), 0, needs_forward=True)
+        parts = {"executor": executor, "exposure": Exposure(HostDevice(), 10), "windows": windows}
+        of_plan: Any = SimpleNamespace(plan=plan, **parts)
         running = Update(of_plan, defers=defers, on_finished=lambda *_: None)
     fill_gradients(states, 1)
     gradient = weakref.ref(state.parts[0].grad)

@@ -25,6 +25,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.step import update as update_module
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.measured_windows import MeasuredWindows
 from deep_opt_states.zero.step.update import Update
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.action import Lane
@@ -165,7 +166,9 @@ class VirtualTraining:
         self.reported: list[tuple[tuple[PhaseSpan, ...], Timeline]] = []
         self.exposure = Exposure(device, max_intervals=100)
         with mock.patch.object(update_module, "StepAgreement"):
-            running: Any = SimpleNamespace(plan=plan, executor=self._executor, exposure=self.exposure)
+            windows = MeasuredWindows(device, 0, needs_forward=True)
+            parts = {"executor": self._executor, "exposure": self.exposure, "windows": windows}
+            running: Any = SimpleNamespace(plan=plan, **parts)
             self._update = Update(running, defers=True, on_finished=self._append_report)
         self._modules = [self._module(index) for index in range(count)]
         root = torch.nn.Sequential(*self._modules)
