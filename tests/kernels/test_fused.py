@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import _get_build_directory
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.kernels.adam import (
+    STATES,
+    AdamStep,
+    AdamTensors,
+    ElementRange,
+    RangeUpdate,
+    UpdatedStates,
+)
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import NAME, InstructionSet, Library, library
@@ -110,6 +118,95 @@ def test_odd_lengths_and_every_option_give_the_bits_of_stock(
     kernel = fused(adamw=adamw, num_threads=num_threads, instruction_set=instruction_set)
     found = train_both(steps, numel, grad_dtype, param_dtype, kernel, adamw=adamw, seed=seed, infinities=infinities)
     assert found == []
+
+
+@pytest.mark.promise("P1")
+@settings(max_examples=60)
+@given(
+    numel=st.integers(1, 700),
+    begin=st.integers(0, 40),
+    offset=st.integers(0, 3),
+    grad_dtype=st.sampled_from(GRADS),
+    param_dtype=st.sampled_from(PARAMS),
+    adamw=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    num_threads=st.integers(1, 2),
+    instruction_set=st.sampled_from(SETS),
+    infinities=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_an_update_to_other_memory_has_the_bits_of_one_in_place_and_leaves_its_input_alone(
+    numel: int,
+    begin: int,
+    offset: int,
+    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    adamw: bool,
+    weight_decay: float,
+    num_threads: int,
+    instruction_set: InstructionSet,
+    infinities: bool,
+    seed: int,
+) -> None:
+    """Move the new states by ``offset`` from the alignment that non-temporal stores need."""
+    kernel = fused(adamw=adamw, num_threads=num_threads, instruction_set=instruction_set)
+    ours, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
+    ours.grad.copy_(with_infinities(gradient(), 1) if infinities else gradient())
+    before, in_place = copied(ours), copied(ours)
+    elements = ElementRange(begin=min(begin, numel), end=numel, sub_group_numel=numel)
+    updated = UpdatedStates(*(torch.full((numel + 16,), 7.0)[offset:][: elements.numel] for _ in STATES))
+    update = RangeUpdate(sub_group=0, tensors=ours.narrow(elements), element_range=elements)
+    kernel.begin_step(steps_of(1, weight_decay=weight_decay))
+    kernel.update_ranges([replace(update, updated=updated)])
+    kernel.update_ranges([replace(update, tensors=in_place.narrow(elements))])
+    for name in STATES:
+        assert same_bits(getattr(ours, name), getattr(before, name))
+        assert same_bits(getattr(updated, name), getattr(in_place.narrow(elements), name))
+    if ours.param is not None and in_place.param is not None:
+        assert same_bits(ours.param, in_place.param)
+
+
+@pytest.mark.parametrize("numel", [64, 400_003])
+def test_many_elements_updated_to_aligned_memory_have_the_bits_of_those_in_place(numel: int) -> None:
+    kernel = fused(num_threads=2)
+    ours, gradient = random_tensors(numel, torch.bfloat16, torch.bfloat16, 5)
+    ours.grad.copy_(gradient())
+    in_place = copied(ours)
+    slab = HostDevice().host_slab(12 * (numel + 16))
+    stride_bytes = 4 * (numel + 15) // 64 * 64
+    updated = UpdatedStates(*(slab.tensor(index * stride_bytes, numel, torch.float32) for index in range(3)))
+    kernel.begin_step(steps_of(1))
+    update = RangeUpdate(sub_group=0, tensors=ours, element_range=ElementRange.whole(numel))
+    kernel.update_ranges([replace(update, updated=updated)])
+    kernel.update_ranges([replace(update, tensors=in_place)])
+    assert all(same_bits(getattr(updated, name), getattr(in_place, name)) for name in STATES)
+    assert ours.param is not None
+    assert in_place.param is not None
+    assert same_bits(ours.param, in_place.param)
+
+
+@pytest.mark.parametrize("pow_when_repeated", [False, True])
+def test_assumed_steps_change_no_bit_of_the_steps_that_follow(pow_when_repeated: bool) -> None:
+    """Check steps that are assumed twice or three times, each with another factor than the step has then."""
+    arithmetic = replace(machine_arithmetic(), pow_when_repeated=pow_when_repeated)
+    plain, eager = (FusedAdam(arithmetic, BETAS, adamw=True, num_threads=1) for _ in range(2))
+    ours, gradient = random_tensors(1003, torch.bfloat16, torch.bfloat16, 3)
+    expected = copied(ours)
+    assumed = [[0], [1, 1], [2], [3, 3, 3], [4]]
+    steps = steps_of(5)
+    for step, indices in zip(steps, assumed, strict=True):
+        for index in indices:
+            eager.assume_step([replace(steps[index], grad_scale=0.25 * index)])
+        for kernel, tensors in ((plain, expected), (eager, ours)):
+            kernel.begin_step([step])
+            tensors.grad.copy_(expected.grad if kernel is eager else gradient())
+            kernel.update(0, tensors)
+    assert differences(ours, expected) == []
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    integer = torch.int32 if found.dtype == torch.float32 else torch.int16
+    return torch.equal(found.view(integer), expected.view(integer))
 
 
 @pytest.mark.thorough

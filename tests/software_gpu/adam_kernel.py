@@ -32,6 +32,7 @@ class SoftwareAdamKernel:
         }
         update = CUpdate(
             **addresses,
+            **{f"new_{name}": addresses[name] for name in STATES},
             scalars=CScalars(**{field.name: scalars[field.name] for field in fields(Scalars)}),
             numel=numel - skip,
             cut=cut - skip,

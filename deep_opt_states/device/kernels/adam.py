@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,13 +83,25 @@ class AdamTensors:
         return AdamTensors(**changed)
 
 
+class UpdatedStates(NamedTuple):
+    """Memory for the states after an update: fp32 tensors of shape [numel]."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RangeUpdate:
-    """The update of one range of one sub-group. It equals itself alone, so that kernels can cache by it."""
+    """The update of one range of one sub-group. It equals itself alone, so that kernels can cache by it.
+
+    The new states are written to ``updated``, or in place if that is None. Only the C++ kernel can do the former.
+    """
 
     sub_group: int
     tensors: AdamTensors
     element_range: ElementRange
+    updated: UpdatedStates | None = None
 
 
 class AdamKernel(ABC):
@@ -105,6 +117,13 @@ class AdamKernel(ABC):
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         """Set the hyperparameters of one step, per sub-group in DeepSpeed's order, before its first update."""
 
+    def assume_step(self, steps: Sequence[AdamStep]) -> None:
+        """Set the hyperparameters of a step that may not follow: the next ``begin_step`` is as without this call.
+
+        Only the C++ kernel can do that.
+        """
+        assert not steps
+
     @abstractmethod
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         """Update ``sub_group``, or ``element_range`` of it, by the step of ``begin_step``. ``tensors`` hold the range.
@@ -115,6 +134,7 @@ class AdamKernel(ABC):
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
         """Update ranges of any sub-groups in one call, bit-identical to one ``update`` per range."""
         for update in updates:
+            assert update.updated is None
             self.update(update.sub_group, update.tensors, update.element_range)
 
     @abstractmethod

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import fields
+from copy import copy
+from dataclasses import fields, replace
 
 import torch
 
-from deep_opt_states.device.kernels.adam import STATES, AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.adam import (
+    STATES,
+    AdamKernel,
+    AdamStep,
+    AdamTensors,
+    ElementRange,
+    RangeUpdate,
+    UpdatedStates,
+)
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
 from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
@@ -48,6 +57,10 @@ class FusedAdam(AdamKernel):
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._scalars = self._powers.scalars(steps)
 
+    def assume_step(self, steps: Sequence[AdamStep]) -> None:
+        # The powers of beta go on from the last step that was begun.
+        self._scalars = copy(self._powers).scalars(steps)
+
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         element_range = element_range or ElementRange.whole(tensors.master.numel())
         self.update_ranges([RangeUpdate(sub_group=sub_group, tensors=tensors, element_range=element_range)])
@@ -56,7 +69,7 @@ class FusedAdam(AdamKernel):
         """Update all ranges in one call, which wakes the threads once, or not at all for few elements."""
         described = []
         for update in updates:
-            description = self._describe(update.tensors, update.element_range)
+            description = self._describe(update.tensors, update.element_range, update.updated)
             scalars = self._scalars[update.sub_group]
             description.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
             described.append(description)
@@ -65,10 +78,17 @@ class FusedAdam(AdamKernel):
     def zero(self, tensors: AdamTensors) -> None:
         self._library.zero(self._describe(tensors, ElementRange.whole(tensors.master.numel())))
 
-    def _describe(self, tensors: AdamTensors, element_range: ElementRange) -> CUpdate:
+    def _describe(
+        self, tensors: AdamTensors, element_range: ElementRange, updated: UpdatedStates | None = None
+    ) -> CUpdate:
         _check(tensors, element_range.numel)
+        if updated is None:
+            updated = UpdatedStates(tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
+        else:
+            _check(replace(tensors, **updated._asdict()), element_range.numel)
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
+            **{f"new_{name}": getattr(updated, name).data_ptr() for name in STATES},
             param=None if tensors.param is None else tensors.param.data_ptr(),
             numel=element_range.numel,
             # The cut may be outside the range.

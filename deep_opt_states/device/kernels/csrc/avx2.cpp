@@ -14,6 +14,7 @@ struct Avx2 {
   static Floats set(float value) { return _mm256_set1_ps(value); }
   static Floats load(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, Floats value) { _mm256_storeu_ps(to, value); }
+  static void stream(float* to, Floats value) { _mm256_stream_ps(to, value); }
   static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
   static Floats square_root(Floats a) { return _mm256_sqrt_ps(a); }

@@ -14,6 +14,7 @@ struct Avx512 {
   static Floats set(float value) { return _mm512_set1_ps(value); }
   static Floats load(const float* from) { return _mm512_loadu_ps(from); }
   static void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+  static void stream(float* to, Floats value) { _mm512_stream_ps(to, value); }
   static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
   static Floats square_root(Floats a) { return _mm512_sqrt_ps(a); }

@@ -94,10 +94,10 @@ inline void update_element(const Update& update, std::int64_t at) {
   const float denominator = multiply_add<fused>(std::sqrt(exp_avg_sq), s.bias_correction2, s.eps);
   if (s.decay_kind == kDecoupled) master = multiply_add<fused>(master, s.decay, master);
   master = multiply_add<fused>(exp_avg / denominator, s.step_size, master);
-  update.exp_avg[at] = exp_avg;
+  update.new_exp_avg[at] = exp_avg;
   if constexpr (param_dtype != kNone) store<param_dtype>(update.param, at, master);
-  update.master[at] = master;
-  update.exp_avg_sq[at] = exp_avg_sq;
+  update.new_master[at] = master;
+  update.new_exp_avg_sq[at] = exp_avg_sq;
 }
 
 // Calls `body` with the dtypes as compile-time constants: body.template operator()<grad_dtype, param_dtype>().

@@ -27,9 +27,12 @@ struct Scalars {
 
 struct Update {
   Scalars scalars;
-  float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  const float* master;
+  const float* exp_avg;
+  const float* exp_avg_sq;
+  float* new_master;  // the same memory as above, or all other memory
+  float* new_exp_avg;
+  float* new_exp_avg_sq;
   const void* grad;
   void* param;  // written only, may be null
   std::int64_t numel;

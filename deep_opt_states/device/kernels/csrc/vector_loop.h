@@ -15,18 +15,27 @@ inline typename V::Floats load_vector(const void* from, std::int64_t at) {
   }
 }
 
-template <typename V, std::int32_t dtype, bool stream>
+// The tensors that non-temporal stores write. They avoid reading memory that is only written, and need aligned vectors:
+// the 16-bit parameters are 2 of 30 bytes, and out of place the states are 12 more.
+enum class Stream { kNothing, kHalves, kAll };
+
+template <typename V, Stream stream>
+inline void store_state(float* to, typename V::Floats value) {
+  stream == Stream::kAll ? V::stream(to, value) : V::store(to, value);
+}
+
+template <typename V, std::int32_t dtype, Stream stream>
 inline void store_vector(void* to, std::int64_t at, typename V::Floats value) {
   if constexpr (dtype == kFloat32) {
     V::store(static_cast<float*>(to) + at, value);
   } else if constexpr (dtype != kNone) {
     const auto halves = dtype == kBFloat16 ? V::to_bfloat16(value) : V::to_float16(value);
     std::uint16_t* const where = static_cast<std::uint16_t*>(to) + at;
-    stream ? V::stream_halves(where, halves) : V::store_halves(where, halves);
+    stream == Stream::kNothing ? V::store_halves(where, halves) : V::stream_halves(where, halves);
   }
 }
 
-template <typename V, std::int32_t grad_dtype, std::int32_t param_dtype, std::int32_t decay_kind, bool stream>
+template <typename V, std::int32_t grad_dtype, std::int32_t param_dtype, std::int32_t decay_kind, Stream stream>
 inline void update_full_vectors(const Update& update, std::int64_t begin, std::int64_t end) {
   const Scalars& s = update.scalars;
   const auto grad_scale = V::set(s.grad_scale);
@@ -46,18 +55,27 @@ inline void update_full_vectors(const Update& update, std::int64_t begin, std::i
     const auto denominator = V::multiply_add(V::square_root(exp_avg_sq), bias_correction2, eps);
     if constexpr (decay_kind == kDecoupled) master = V::multiply_add(master, decay, master);
     master = V::multiply_add(V::divide(exp_avg, denominator), step_size, master);
-    V::store(update.exp_avg + at, exp_avg);
-    V::store(update.master + at, master);
+    store_state<V, stream>(update.new_exp_avg + at, exp_avg);
+    store_state<V, stream>(update.new_master + at, master);
     store_vector<V, param_dtype, stream>(update.param, at, master);
-    V::store(update.exp_avg_sq + at, exp_avg_sq);
+    store_state<V, stream>(update.new_exp_avg_sq + at, exp_avg_sq);
   }
 }
 
-// Non-temporal stores need whole, aligned vectors. They avoid reading memory that is only written: 2 of 30 bytes.
+inline bool is_aligned(const void* address, std::size_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+}
+
 template <typename V>
-inline bool can_stream(const Update& update, std::int64_t begin) {
-  const auto first = reinterpret_cast<std::uintptr_t>(static_cast<std::uint16_t*>(update.param) + begin);
-  return first % sizeof(typename V::Halves) == 0;
+inline bool can_stream_halves(const Update& update, std::int64_t begin) {
+  return is_aligned(static_cast<std::uint16_t*>(update.param) + begin, sizeof(typename V::Halves));
+}
+
+template <typename V>
+inline bool can_stream_states(const Update& update, std::int64_t begin) {
+  constexpr std::size_t bytes = sizeof(typename V::Floats);
+  return update.new_master != update.master && is_aligned(update.new_master + begin, bytes) &&
+         is_aligned(update.new_exp_avg + begin, bytes) && is_aligned(update.new_exp_avg_sq + begin, bytes);
 }
 
 template <typename V>
@@ -70,9 +88,14 @@ inline void update_vectors(const Update& update, std::int64_t begin, std::int64_
     };
     const auto with_stream = [&](auto decay_kind) {
       if constexpr (param == kBFloat16 || param == kFloat16) {
-        if (can_stream<V>(update, begin)) return run(decay_kind, std::true_type{});
+        if (can_stream_halves<V>(update, begin)) {
+          if (can_stream_states<V>(update, begin)) {
+            return run(decay_kind, std::integral_constant<Stream, Stream::kAll>{});
+          }
+          return run(decay_kind, std::integral_constant<Stream, Stream::kHalves>{});
+        }
       }
-      run(decay_kind, std::false_type{});
+      run(decay_kind, std::integral_constant<Stream, Stream::kNothing>{});
     };
     switch (update.scalars.decay_kind) {
       case kNoDecay: with_stream(std::integral_constant<std::int32_t, kNoDecay>{}); break;
