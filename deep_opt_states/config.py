@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -125,6 +126,13 @@ class Config(BaseModel):
     `wall_clock_breakdown`, `flops_profiler` or, on a GPU, `timers.throughput.synchronized`, which defaults to `false`
     with the plugin."""
 
+    eager: bool | Literal["auto"] = "auto"
+    """Whether CPU updates start in backward, as soon as the gradients of a unit are complete, into a second version of
+    the unit's states, which takes 12 bytes of host memory per parameter. If the step is clipped or skipped, the unit is
+    updated again after the norm is known, from its untouched states: the bits are the same. `"auto"` lets the planner
+    choose these units, within half of the host memory that is free. `true` takes all units that the CPU updates. No
+    effect with `"overlap_backward": false`."""
+
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
     is written. How often the log shows a line is set by `steps_per_print` of the DeepSpeed config."""
@@ -199,7 +207,18 @@ class Config(BaseModel):
             placements = place_by_stride(workload, self.update_stride)
         else:
             placements = place_all(workload, Placement(self.placement))
-        return UpdatePlan(workload=workload, placements=placements, num_slots=self.num_slots or DEFAULT_NUM_SLOTS)
+        plan = UpdatePlan(workload=workload, placements=placements, num_slots=self.num_slots or DEFAULT_NUM_SLOTS)
+        return replace(plan, eager=plan.eligible_as_eager) if self.all_eager else plan
+
+    @property
+    def plans_eager(self) -> bool:
+        """Return whether the planner decides which units are eager."""
+        return self.eager == "auto" and self.overlap_backward
+
+    @property
+    def all_eager(self) -> bool:
+        """Return whether all units that the CPU updates are eager."""
+        return self.eager is True and self.overlap_backward
 
 
 def parse_config(ds_config: Mapping[str, Any]) -> Config | None:

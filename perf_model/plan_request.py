@@ -41,6 +41,7 @@ class SizedPlan:
             "num_slots": plan.num_slots,
             "placements": [placement.value for placement in plan.placements],
             "order": None if plan.order is None else list(plan.order),
+            "eager": sorted(plan.eager),
             "fingerprint": plan.fingerprint,
         }
 
@@ -50,7 +51,8 @@ class PlanRequest:
     """Everything that a plan depends on.
 
     ``sub_groups`` contains one rank's partitions in DeepSpeed's order. ``uses`` contains the names of the parameters in
-    order of use, once per use. It defaults to the order of ``sub_groups``.
+    order of use, once per use. It defaults to the order of ``sub_groups``. With ``all_eager``, all units of the CPU are
+    eager, whatever the gain.
     """
 
     sub_groups: Sequence[Sequence[Partition]]
@@ -61,6 +63,7 @@ class PlanRequest:
     setup: TrainingSetup = DEFAULT_SETUP
     rules: PlacementRules = NO_RULES
     uses: Sequence[str] | None = None
+    all_eager: bool = False
 
     def workload(self, unit_size: int) -> Workload:
         """Return the units of at most ``unit_size`` parameters."""
@@ -76,6 +79,8 @@ class PlanRequest:
         unit_size, planned = plan_units(
             self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, self.first_use_of
         )
+        if self.all_eager:
+            planned = self.evaluate(replace(planned.plan, eager=planned.plan.eligible_as_eager))
         return SizedPlan(unit_size=unit_size, planned=planned)
 
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
@@ -134,6 +139,7 @@ class PlanRequest:
             placements=tuple(map(Placement, decisions["placements"])),
             num_slots=decisions["num_slots"],
             order=None if decisions["order"] is None else tuple(decisions["order"]),
+            eager=frozenset(decisions["eager"]),
         )
         if plan.fingerprint != decisions["fingerprint"]:
             raise ValueError(
@@ -155,4 +161,5 @@ class PlanRequest:
 
 
 def _moved(plan: UpdatePlan, unit: int, placement: Placement) -> UpdatePlan:
-    return replace(plan, placements=(*plan.placements[:unit], placement, *plan.placements[unit + 1 :]))
+    placements = (*plan.placements[:unit], placement, *plan.placements[unit + 1 :])
+    return replace(plan, placements=placements, eager=plan.eager - {unit})

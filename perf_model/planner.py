@@ -6,8 +6,9 @@ preferably those that forward needs late. The rest is streamed (S)::
     R R R R S S S c S c c c     4 residents, and half of the others on the CPU, late
 
 A grid of such placements is simulated for units of medium size. Coordinate descent then changes one value at a time:
-the unit size, the slots, the share on the CPU, how late it is, and the residents. Nothing depends on the clock or on
-chance, so that every rank finds the same plan.
+the unit size, the slots, the share on the CPU, how late it is, and the residents. If there is host memory for eager
+units, those of the CPU that backward completes first become eager, and the descent continues from the best share of
+them. Nothing depends on the clock or on chance, so that every rank finds the same plan.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import accumulate, product
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of
+from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of, shadow_bytes
 from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import Simulator
 from perf_model.prediction.timeline import Timeline
@@ -48,7 +49,7 @@ GRID_UNITS, MAX_UNITS = 150, 600
 """The fewest units of the grid, and the most units of a size if a larger size fits."""
 
 MAX_SIMULATED_UNITS = 15_000
-"""The units of all simulated plans, at about 50 us each, after which the descent ends."""
+"""The units of all simulated plans, at about 50 us each, after which the descent ends. Eager units count twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class _Choice:
 
     ``cut`` is the index of the unit size. ``residents`` is a share of the units that fit as residents, and
     ``cpu_share`` is the CPU's share of the other parameters. After a share y of these, forward has passed ``y **
-    cpu_power`` of the CPU's.
+    cpu_power`` of the CPU's. ``eager`` is the share of the CPU's parameters that may be in eager units.
     """
 
     cut: int
@@ -166,6 +167,7 @@ class _Choice:
     cpu_share: float
     residents: float
     cpu_power: float = 1.0
+    eager: float = 0.0
 
 
 _Seconds = tuple[float, float, int]
@@ -187,10 +189,10 @@ class _Search:
         # For units that rules do not place, the planner counts the sums of all gradients on the accelerator.
         sums_on_host = setup.accumulates and setup.sums_on_accelerator is False
         self._placements = (Placement.CPU,) if sums_on_host else cost.placements
-        self._simulator = Simulator(cost, cuts[0].windows)
+        self._simulators = [Simulator(cost, cut.windows) for cut in cuts]
         self._negligible_s = LITTLE * cuts[0].windows.forward_s
         self._plans: dict[_Choice, UpdatePlan | None] = {}
-        self._known: dict[tuple[int, tuple[Placement, ...], int], _Seconds] = {}
+        self._known: dict[tuple[int, tuple[Placement, ...], int, frozenset[int]], _Seconds] = {}
 
     def run(self) -> tuple[_Cut, UpdatePlan]:
         units = [len(cut.workload.units) for cut in self._cuts]
@@ -199,22 +201,36 @@ class _Search:
         # The plan with the least memory fits. With very many units, only every n-th of the others is simulated.
         nth = 1 + 2 * len(choices) * units[cut] // MAX_SIMULATED_UNITS
         best = min((_Choice(cut, 1, 1.0, 0.0), *choices[::nth]), key=self._seconds)
-        step = FIRST_STEP
-        while step >= LAST_STEP and self._simulated_units < MAX_SIMULATED_UNITS:
-            before_s = self._seconds(best)[0]
-            if before_s <= self._negligible_s:
-                break
-            for field in fields(_Choice):
-                if self._simulated_units < MAX_SIMULATED_UNITS:
-                    best = min((best, *self._neighbours(best, field.name, step)), key=self._seconds)
-            if self._seconds(best)[0] >= (1 - LITTLE) * before_s:
-                step /= 2
+        names = [field.name for field in fields(_Choice)]
+        best = self._descend(best, [name for name in names if name != "eager"])
+        if self._budgets.eager_bytes > 0 and self._seconds(best)[0] > 2 * self._negligible_s:
+            shares = [(best.cpu_share, tenth / 10) for tenth in range(1, 11)]
+            # The CPU can update more than before, if backward hides that.
+            shares += [(tenth / 10, 1.0) for tenth in range(1, 11) if tenth / 10 > best.cpu_share]
+            eager = min((replace(best, cpu_share=cpu, eager=share) for cpu, share in shares), key=self._seconds)
+            if self._seconds(best)[0] - self._seconds(eager)[0] > self._negligible_s:
+                self._simulated_units = 0
+                best = self._descend(eager, names)
         enough_s = max(ALMOST_BEST * self._seconds(best)[0], self._negligible_s)
         larger = (replace(best, cut=position) for position in range(best.cut))
         best = next((choice for choice in larger if self._seconds(choice)[0] <= enough_s), best)
         plan = self._plans[best]
         assert plan is not None, "the plan with the least memory fits"
         return self._cuts[best.cut], plan
+
+    def _descend(self, best: _Choice, names: Sequence[str]) -> _Choice:
+        """Return the choice to which changes of the fields ``names`` of ``best`` lead."""
+        step = FIRST_STEP
+        while step >= LAST_STEP and self._simulated_units < MAX_SIMULATED_UNITS:
+            before_s = self._seconds(best)[0]
+            if before_s <= self._negligible_s:
+                break
+            for name in names:
+                if self._simulated_units < MAX_SIMULATED_UNITS:
+                    best = min((best, *self._neighbours(best, name, step)), key=self._seconds)
+            if self._seconds(best)[0] >= (1 - LITTLE) * before_s:
+                step /= 2
+        return best
 
     def _neighbours(self, choice: _Choice, name: str, step: float) -> Iterator[_Choice]:
         value = getattr(choice, name)
@@ -233,11 +249,11 @@ class _Search:
         plan = self._plans[choice]
         if plan is None:
             return _NEVER
-        key = choice.cut, plan.placements, plan.num_slots
+        key = choice.cut, plan.placements, plan.num_slots, plan.eager
         if key not in self._known:
             self.simulations += 1
-            self._simulated_units += len(plan.placements)
-            timeline = self._simulator.run(plan.schedule, plan.workload)
+            self._simulated_units += len(plan.placements) + len(plan.eager)
+            timeline = self._simulators[choice.cut].run(plan.schedule, plan.workload)
             added = self._cuts[choice.cut].windows.added_time(timeline, plan.workload, self._cost)
             self._known[key] = max(added.total_s, self._negligible_s), timeline.active_s, plan.num_slots
         return self._known[key]
@@ -265,8 +281,20 @@ class _Search:
         most = 0
         if Placement.RESIDENT in self._placements and choice.residents > 0:
             most = bisect_left(range(1, len(free) + 1), True, key=lambda count: not self._fits(plan_with(count)))
-        plan = plan_with(round(choice.residents * most))
+        plan = self._with_eager_units(plan_with(round(choice.residents * most)), choice)
         return in_forward_order(plan, cut.windows.first_use) if self._fits(plan) else None
+
+    def _with_eager_units(self, plan: UpdatePlan, choice: _Choice) -> UpdatePlan:
+        """Return ``plan`` with the units of the CPU eager that backward completes first, as far as there is memory."""
+        if choice.eager == 0.0:
+            return plan
+        in_backward = reversed(self._cuts[choice.cut].windows.in_order_of_use(plan.workload))
+        eligible = [unit for unit in in_backward if unit.index in plan.eligible_as_eager]
+        most = choice.eager * sum(unit.numel for unit in eligible)
+        most = min(most, self._budgets.eager_bytes / shadow_bytes(self._setup.widths))
+        passed = accumulate(unit.numel for unit in eligible)
+        eager = (unit.index for unit, numel in zip(eligible, passed, strict=True) if numel <= most)
+        return replace(plan, eager=frozenset(eager))
 
     def _fits(self, plan: UpdatePlan) -> bool:
         return not self._budgets.missing(memory_of(plan, self._setup))

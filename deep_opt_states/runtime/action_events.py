@@ -25,7 +25,7 @@ class ActionEvents:
         self.origin_s = 0.0
         """The host's clock, in seconds, when the host has waited for ``origin``."""
         self.on_worker: dict[str, tuple[float, float]] = {}
-        """Start and end of each action of the worker, in seconds after ``origin_s``."""
+        """Start and end of each action of the worker, on the host's clock in seconds."""
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
         """Return when each of ``actions`` ran, after the end of the update. The host waits for flushes in flight."""
@@ -34,7 +34,7 @@ class ActionEvents:
         spans = []
         for action in actions:
             if action.lane is Lane.CPU:
-                start_s, end_s = self.on_worker[action.name]
+                start_s, end_s = (time_s - self.origin_s for time_s in self.on_worker[action.name])
             else:
                 start_s = self.started[action.name].seconds_after(self.origin)
                 end_s = self.finished[action.name].seconds_after(self.origin)

@@ -55,6 +55,8 @@ class Actions:
             ActionKind.GPU_STEP: self._gpu_step,
             ActionKind.FLUSH_STATES: self._flush_states,
             ActionKind.CPU_STEP: self._cpu_step,
+            ActionKind.SPECULATE: self._cpu_step,
+            ActionKind.COMMIT: self._commit,
             ActionKind.PUBLISH: self._publish,
         }
         """Issue an action of a kind on the current stream, or run a CPU step on the current thread."""
@@ -75,6 +77,10 @@ class Actions:
         """Shift the slot of every action by ``number`` slots, between two updates."""
         if self._slots:
             self._shift = (self._shift + number) % len(self._slots)
+
+    def grads_of(self, unit: int) -> list[torch.Tensor]:
+        """Return the gradients that a step of ``unit`` reads."""
+        return [part.grad for part in self._states[unit].parts]
 
     def forget_replaced_tensors(self) -> None:
         """Drop the references to gradients and parameters that units no longer use. No update is running."""
@@ -110,6 +116,11 @@ class Actions:
     def _cpu_step(self, action: Action) -> None:
         self._host_adam.update_ranges(self._updates_of(action))
 
+    def _commit(self, action: Action) -> None:
+        shadow = self._states[action.unit].shadow
+        assert shadow is not None
+        shadow.is_current = not shadow.is_current
+
     def _publish(self, action: Action) -> None:
         operations = self._operations_of(action)
         self._copy(operations.publications)
@@ -134,6 +145,10 @@ class Actions:
             yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
 
     def _updates_of(self, action: Action) -> list[RangeUpdate]:
+        shadow = self._states[action.unit].shadow
+        if shadow is not None:
+            # They change with the version that is current, and an eager unit has few ranges.
+            return self._states[action.unit].cpu_updates()
         updates, index = self._operations_of(action).updates, self._slot_index(action)
         if index not in updates:
             updates[index] = self._derive_updates(action, index)
@@ -150,7 +165,7 @@ class Actions:
     def _derive_updates(self, action: Action, slot: int | None) -> list[RangeUpdate]:
         state = self._states[action.unit]
         if action.lane is not Lane.COMPUTE:
-            return [part.cpu_update() for part in state.parts]
+            return state.cpu_updates()
         if slot is None:
             assert state.resident is not None
             return [part.accelerator_update(state.resident.states) for part in state.parts]

@@ -14,15 +14,16 @@ from perf_model.schedule.workload import Workload
 def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
     """Raise ``ScheduleError`` if ``schedule`` is not safe for ``states`` and their placements, or cannot be executed.
 
-    A stream can wait only for an event that was recorded before. So only publications may wait for CPU steps, each for
-    the step of its own unit, and the worker issues them.
+    A stream can wait only for an event that was recorded before. So only publications may wait for the worker, each for
+    the step or the COMMIT of its own unit, and the worker issues them.
     """
     placements = check(schedule, Workload.from_numels(state.length for state in states))
     of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
     for action in schedule.actions:
-        expected = [f"{ActionKind.CPU_STEP.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
+        before = ActionKind.COMMIT if states[action.unit].shadow else ActionKind.CPU_STEP
+        expected = [f"{before.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
         found = [name for name in action.waits if name in of_cpu_units]
         if found != expected:
-            rule = "PUBLISH names the CPU_STEP of its unit among its waits, and no other action waits for a CPU unit."
+            rule = f"PUBLISH waits for the {before.value} of its unit, and no other action waits for a CPU unit."
             raise ScheduleError(schedule, action, rule)
     assert placements == tuple(state.placement for state in states), placements

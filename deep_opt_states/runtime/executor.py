@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
+from operator import is_
 from typing import Any
 
-from deep_opt_states.device.interface import Device
+import torch
+
+from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
 from deep_opt_states.runtime.worker import CpuLane, Worker
@@ -43,13 +47,18 @@ class Executor:
     ``load_plan`` reserve streams, events and slots.
 
     **Order of calls.** One thread makes all calls. ``publish`` and ``advance`` are for the time between ``begin`` and
-    ``end``; ``prefetch``, ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and ``touch`` are not.
+    ``end``; ``prefetch``, ``speculate``, ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and
+    ``touch`` are not.
 
     **Memory.** From ``begin`` to ``end``, gradients, optimizer states and parameters belong to the executor: the caller
     neither writes to gradients and states nor reads parameters. After ``publish``, the parameters of that unit may be
     read and written on the stream that was current there. After ``end``, gradients and parameters belong to the caller:
     everywhere if the host has waited, otherwise on the stream that was current there. Optimizer states do so from
-    ``sync_states_to_host`` to ``prefetch`` or ``begin``.
+    ``sync_states_to_host`` to ``prefetch``, ``speculate`` or ``begin``.
+
+    **Speculation.** ``speculate`` updates eager units before it is known whether their step is the one that ``begin``
+    receives. It writes no memory that anybody reads before. If the steps or the gradients are others then, it was in
+    vain. A caller that writes to gradients of speculated units calls ``forget_speculations``.
 
     **Failure.** Any exception in any lane is fatal for the update: some units may be updated and others not. The
     executor stops, waits for the operations in flight, keeps the exception in ``failure`` and issues nothing until
@@ -77,10 +86,16 @@ class Executor:
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
         self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
+        self._shadows = ShadowStates()
         # Where slots are host memory, both are the same kernel, whose step starts once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
         self._actions = Actions(device, host_adam, device_adam)
+        self._assumed: tuple[AdamStep, ...] | None = None
+        """The steps that are speculated."""
+        self._speculated_grads: dict[int, list[torch.Tensor]] = {}
+        self.kept_speculations: bool | None = None
+        """Whether all speculated steps were those of the last update; None if none was speculated."""
         self._pending = False
         self._flushing = False
         """Whether only a stream has waited for the last update, so that flushes may be in flight."""
@@ -126,8 +141,11 @@ class Executor:
         self._use(schedule, states)
 
     def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
+        # First: the worker may run one of them.
+        self._forget_speculations()
         self._actions.set_units(schedule, states)
         self._residents.set_units(states)
+        self._shadows.set_units(states)
         # The new memory is used on other streams than the one that it was reserved on.
         self._lanes.wait_for_new_memory()
         self._issuer.set_schedule(schedule)
@@ -143,17 +161,53 @@ class Executor:
             self._issuer.prefetch()
 
     @section
+    def speculate(self, units: Sequence[int], steps: Sequence[AdamStep], ready: Event | None) -> None:
+        """Let the worker update eager ``units`` by ``steps``, as if ``begin`` will receive the same ones.
+
+        Their gradients are complete in host memory when ``ready`` has finished, now if it is None.
+        """
+        assert not self._pending
+        if self._failure is not None:
+            return
+        if self._assumed != tuple(steps):
+            self._forget_speculations()
+            self._host_adam.assume_step(steps)
+            self._assumed = tuple(steps)
+        for unit in units:
+            self._speculated_grads[unit] = self._actions.grads_of(unit)
+            self._issuer.speculate(unit, ready)
+
+    @section
+    def forget_speculations(self, units: Collection[int] | None = None) -> None:
+        """Update eager ``units``, by default all, after ``begin``. The host waits for one that is being speculated."""
+        self._issuer.forget_speculations(units)
+
+    def _forget_speculations(self) -> None:
+        self._issuer.forget_speculations()
+        self._assumed = None
+        self._speculated_grads.clear()
+
+    def _is_speculated(self, unit: int, steps: Sequence[AdamStep]) -> bool:
+        """Return whether the step of ``unit`` that was speculated is the one of the update that has started."""
+        return self._assumed == tuple(steps) and all(
+            map(is_, self._speculated_grads[unit], self._actions.grads_of(unit))
+        )
+
+    @section
     def sync_states_to_host(self) -> None:
-        """Write resident states back, unless an update has failed, and let the caller use the states in host memory."""
+        """Write states on the accelerator and in shadows back, unless an update has failed, for the caller to use."""
         assert not self._pending
         # Before the write-back, which runs on another stream than the updates.
         self.end()
         # A prefetch in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
+        self._forget_speculations()
         if self._failure is None:
             with self._keep_failure():
                 self._residents.write_back()
+                self._shadows.write_back()
         self._residents.invalidate()
+        self._shadows.invalidate()
 
     @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
@@ -169,6 +223,9 @@ class Executor:
         with self._keep_failure():
             # Inside: it may run out of memory, and the other ranks must know.
             prepare()
+            self.kept_speculations = self._issuer.keep_speculations(lambda unit: self._is_speculated(unit, steps))
+            self._assumed = None
+            self._speculated_grads.clear()
             self._lanes.wait_for_caller(self._issuer.events)
             # After the wait: kernels of the last update may still read the hyperparameters that are overwritten here.
             for kernel in self._kernels:
@@ -287,7 +344,9 @@ class Executor:
         self._issuer.forget_flushes()
         self._issuer.on_cpu = {}
         self._issuer.forget_prefetches()
+        self._forget_speculations()
         self._residents.invalidate()
+        self._shadows.invalidate()
 
     def close(self) -> None:
         """End the threads, and free the slots. The executor cannot be used afterwards."""
@@ -298,12 +357,14 @@ class Executor:
     def _close(self) -> None:
         if self._flushing:
             self.end()
+        self._forget_speculations()
         self._worker.close()
         # Prefetches for an update that never started may still write to slots that are freed here.
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
         self._residents.close()
+        self._shadows.close()
 
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:
@@ -320,3 +381,4 @@ class Executor:
             with suppress(Exception):
                 self._lanes.drain()
             self._issuer.forget_prefetches()
+            self._forget_speculations()

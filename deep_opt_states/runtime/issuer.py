@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -59,6 +59,8 @@ class Issuer:
         """The position up to which the worker is known to have run or issued its actions."""
         self._prefetched: set[str] = set()
         """The names of actions that were issued for the next update."""
+        self._speculated: dict[Action, Future[None]] = {}
+        """The SPECULATE actions that were submitted for the next update."""
         self._carried: dict[str, Event] = {}
         """The d2h stream -> h2d stream: flushes in flight, by the name of the prefetch that waits."""
 
@@ -80,6 +82,7 @@ class Issuer:
         self._first_prefetches = [
             action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
         ]
+        self._speculations = {action.unit: action for action in schedule.actions if action.kind is ActionKind.SPECULATE}
         self.flushes_before, self.slot_shift = flushes_before(schedule), slot_shift(schedule)
 
     def begin(self) -> None:
@@ -95,6 +98,35 @@ class Issuer:
             if action.name not in self._prefetched:
                 self._on_stream(action, self._next_events)
                 self._prefetched.add(action.name)
+
+    def speculate(self, unit: int, ready: Event | None) -> None:
+        """Let the worker speculate the step of ``unit`` in the next update, once ``ready`` has finished."""
+        action = self._speculations[unit]
+        if action in self._speculated:
+            # Even if it runs already, its repetition follows.
+            self._speculated[action].cancel()
+        self._speculated[action] = self._worker.submit(partial(self._run_on_worker, action, self._next_events, ready))
+
+    def keep_speculations(self, is_valid: Callable[[int], bool]) -> bool | None:
+        """Keep the speculated steps of valid units for the update that has started, and forget the others.
+
+        The update runs those that have not started in its own order. One that runs in vain ends before its repetition,
+        because the worker runs one after the other. Return whether all were valid, None if there are none.
+        """
+        valid = [is_valid(action.unit) for action in self._speculated]
+        for (action, future), holds in zip(self._speculated.items(), valid, strict=True):
+            if not future.cancel() and holds:
+                self.on_cpu[action.name] = future
+        self._speculated.clear()
+        return all(valid) if valid else None
+
+    def forget_speculations(self, units: Collection[int] | None = None) -> None:
+        """Forget the speculated steps of ``units``, by default of all, and block the host while one of them runs."""
+        for action in [action for action in self._speculated if units is None or action.unit in units]:
+            future = self._speculated.pop(action)
+            if not future.cancel():
+                # An error is not one of an update: its step runs again.
+                future.exception()
 
     def forget_prefetches(self) -> None:
         """Issue the first prefetches again, for an update that has not started."""
@@ -112,9 +144,10 @@ class Issuer:
         """Issue the actions before position ``until``. The host does not wait."""
         while self.issued < until and not self.stop.is_set():
             action = self.schedule.actions[self.issued]
-            if not self.on_cpu.keys().isdisjoint(action.waits) or action.lane is Lane.CPU:
+            was_speculated = action.name in self.on_cpu
+            if not was_speculated and (action.lane is Lane.CPU or not self.on_cpu.keys().isdisjoint(action.waits)):
                 self.on_cpu[action.name] = self._worker.submit(partial(self.on_worker, action))
-            elif action.name not in self._prefetched:
+            elif not was_speculated and action.name not in self._prefetched:
                 self._on_stream(action, self.events)
             self.issued += 1
 
@@ -172,16 +205,23 @@ class Issuer:
             if action.lane is not Lane.CPU:
                 self._on_stream(action, self.events)
                 return
+            if action.kind is ActionKind.COMMIT:
+                # A failure in backward has stopped nothing.
+                self.wait_for_worker(f"{ActionKind.SPECULATE.value} {action.unit}")
             for name in action.waits:
                 self.events.finished[name].synchronize()
-            start_s = time.perf_counter()
-            with self._span(action.name):
-                self._run[action.kind](action)
-            origin_s = self.events.origin_s
-            self.events.on_worker[action.name] = (start_s - origin_s, time.perf_counter() - origin_s)
+            self._run_on_worker(action, self.events)
         except BaseException:
             self.stop.set()
             raise
+
+    def _run_on_worker(self, action: Action, events: ActionEvents, ready: Event | None = None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        start_s = time.perf_counter()
+        with self._span(action.name):
+            self._run[action.kind](action)
+        events.on_worker[action.name] = (start_s, time.perf_counter())
 
     def _on_stream(self, action: Action, events: ActionEvents) -> None:
         stream = self._lanes.streams[action.lane]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange, RangeUpdate, UpdatedStates
 from perf_model.schedule.placement import Placement
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -47,6 +47,17 @@ class Resident:
 
 
 @dataclass(eq=False)
+class Shadow:
+    """The second version of the states of one eager unit, in host memory: one entry per range.
+
+    The step of an update reads the current version and writes the other one. ``is_current`` changes at its COMMIT.
+    """
+
+    parts: Sequence[UpdatedStates]
+    is_current: bool = False
+
+
+@dataclass(eq=False)
 class UnitPart:
     """The tensors of one range of a unit, of shape [numel] each: ``elements`` of the sub-group ``sub_group``.
 
@@ -55,7 +66,7 @@ class UnitPart:
     - ``grad``: in the accumulation dtype, on the device that updates the unit.
     - ``param``: in the model's dtype, a view of DeepSpeed's flat buffer, which is in pinned memory if offloaded.
     - ``rounded``: the tensor in host memory that a CPU update publishes: ``param`` itself where the CPU can write it,
-      or ``master`` for an fp32 model, except in the persistent unit.
+      or ``master`` for an fp32 model, except in the persistent unit and in eager units.
     - ``staged``: memory on the accelerator for the updated parameters if ``param`` is in host memory, else None. All
       units share it, which is safe because one stream both updates and copies.
     """
@@ -88,11 +99,21 @@ class UnitPart:
         # Views take much of the time to issue an action, and a whole tensor needs none.
         return tensor if numel == tensor.numel() else tensor.narrow(0, self.offset, numel)
 
+    @property
+    def states(self) -> UpdatedStates:
+        """Return the states in the sub-group's own memory."""
+        return UpdatedStates(self.master, self.exp_avg, self.exp_avg_sq)
+
     def cpu_update(self) -> RangeUpdate:
+        """Return the update on the CPU, in place."""
         # An fp32 model is published from the master weights.
-        """Return the update on the CPU."""
         param = None if self.rounded is self.master else self.rounded
-        return self._update((self.master, self.exp_avg, self.exp_avg_sq), param)
+        return self._update(self.states, param)
+
+    def speculation(self, shadow: UpdatedStates, *, from_shadow: bool) -> RangeUpdate:
+        """Return the update on the CPU from one version of the states to the other."""
+        source, updated = (shadow, self.states) if from_shadow else (self.states, shadow)
+        return replace(self._update(source, self.rounded), updated=updated)
 
     def accelerator_update(self, states: Slot) -> RangeUpdate:
         """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit."""
@@ -115,12 +136,16 @@ class Packing:
 
 @dataclass(eq=False)
 class UnitState:
-    """The ``parts`` of one unit, one per range. ``packing`` is for a persistent unit that is published."""
+    """The ``parts`` of one unit, one per range, and the memory that depends on its kind.
+
+    ``packing`` is for a persistent unit that is published, and ``shadow`` for an eager one.
+    """
 
     placement: Placement
     parts: Sequence[UnitPart]
     resident: Resident | None = None
     packing: Packing | None = None
+    shadow: Shadow | None = None
 
     @property
     def length(self) -> int:
@@ -131,6 +156,13 @@ class UnitState:
     def is_on_accelerator(self) -> bool:
         """Return whether the unit is updated on the accelerator, where its gradient also is."""
         return self.placement is not Placement.CPU
+
+    def cpu_updates(self) -> list[RangeUpdate]:
+        """Return the updates on the CPU: in place, or from the current version of an eager unit to the other one."""
+        if self.shadow is None:
+            return [part.cpu_update() for part in self.parts]
+        versions = zip(self.parts, self.shadow.parts, strict=True)
+        return [part.speculation(states, from_shadow=self.shadow.is_current) for part, states in versions]
 
     def copied_states(self, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of a tensor in host memory and its part of ``states``, in memory order."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, UpdatedStates
 from deep_opt_states.device.slab import HostSlab
-from deep_opt_states.runtime.state import Packing, Resident, Slot, UnitPart, UnitState
-from perf_model.schedule.host_layout import Widths, slab_tensors
+from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
+from perf_model.schedule.host_layout import Widths, aligned, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES, Range, Unit, Workload
+from perf_model.schedule.workload import FP32_BYTES, STATES, Range, Unit, Workload
 
 
 def widths_of(
@@ -87,15 +87,22 @@ class StateMemory:
         self.sub_groups = [SubGroupTensors(**named) for named in tensors]
         self.units: list[UnitState] = []
         self._packing: Packing | None = None
+        self._shadows: dict[tuple[Range, ...], list[UpdatedStates]] = {}
+        """The memory of the eager units, by their ranges. Another plan with the same units keeps it."""
 
     def set_plan(self, plan: UpdatePlan) -> None:
-        """Make ``units`` the units of ``plan``, reserve their accelerator memory, and move their gradients.
+        """Make ``units`` the units of ``plan``, reserve their memory, and move their gradients.
 
-        Resident states were written back. If the device raises its out-of-memory error, nothing has changed.
+        States on the accelerator and in shadows were written back. If the device raises its out-of-memory error,
+        nothing has changed. Raise ``HostMemoryError`` if the host cannot provide the shadows.
         """
         staging = self._reserve_staging(plan)
         placed = zip(plan.workload.units, plan.placements, strict=True)
         units = [self._unit(unit, placement, staging) for unit, placement in placed]
+        shadows = {plan.workload.units[unit].ranges: units[unit] for unit in plan.eager}
+        self._shadows = {ranges: self._shadow(ranges, unit.parts) for ranges, unit in shadows.items()}
+        for ranges, unit in shadows.items():
+            unit.shadow = Shadow(self._shadows[ranges])
         self._move_gradients(units)
         self.units = units
 
@@ -124,6 +131,7 @@ class StateMemory:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
         self.units = []
         self.sub_groups = []
+        self._shadows = {}
         self._packing = None
         self._slab.close()
 
@@ -180,6 +188,25 @@ class StateMemory:
         if numel == 0:
             return None
         return self._device.empty(numel, self._params[0].dtype)
+
+    def _shadow(self, ranges: tuple[Range, ...], parts: Sequence[UnitPart]) -> list[UpdatedStates]:
+        """Return memory for the second version of an eager unit's states, and let its steps round to other memory.
+
+        No page is touched here: the threads that update the unit place them near their cores.
+        """
+        for part in parts:
+            if part.rounded is part.param or part.rounded is part.master:
+                part.rounded = self._device.empty_host(part.elements.numel, part.param.dtype)
+        if ranges in self._shadows:
+            return self._shadows[ranges]
+        versions = []
+        for run in ranges:
+            stride_bytes = aligned(run.numel * FP32_BYTES)
+            # Pageable: only the CPU reads and writes it.
+            slab = HostSlab(len(STATES) * stride_bytes)
+            offsets_bytes = (index * stride_bytes for index in range(len(STATES)))
+            versions.append(UpdatedStates(*(slab.tensor(offset, run.numel, torch.float32) for offset in offsets_bytes)))
+        return versions
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
         """Copy the gradients to the buffers of ``units``, by way of the slab, and block the host until they are there.

@@ -80,6 +80,8 @@ def _end(tasks: Tasks, thread: threading.Thread) -> None:
 def _run(tasks: Tasks) -> None:
     while (item := tasks.get()) is not None:
         task, future = item
-        complete_future(future, task)
+        # A speculated step may be cancelled until it starts.
+        if future.set_running_or_notify_cancel():
+            complete_future(future, task)
         # The local variables would keep the tensors of the last task alive while get() blocks.
         del item, task, future

@@ -80,6 +80,11 @@ class AssignedStates:
         """Return the state of a sub-group; it is empty if a script has cleared or deleted it."""
         return self._optimizer.optimizer.state.get(self.masters[sub_group_id], {})
 
+    @property
+    def count_steps(self) -> bool:
+        """Return whether each state has a number of steps: a script may have cleared it, or assigned something else."""
+        return all(_counts_steps(self[index].get("step")) for index in range(len(self.masters)))
+
     def refusal(self) -> StateRefused | None:
         """Return the error if the next update cannot use the states that a script has assigned. Change nothing."""
         try:

@@ -36,6 +36,7 @@ from deep_opt_states.zero.start.assembly import Assembly, assemble
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.step.buckets import Buckets
+from deep_opt_states.zero.step.eager import EagerUpdates
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gpu_memory import GpuMemory, WatchedForwards
 from deep_opt_states.zero.step.norms import Norms
@@ -101,6 +102,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._window_is_open = False
         """Whether gradients were reduced since the last step, and not discarded."""
         self._grad_scale = 1.0
+        self._eager = EagerUpdates(assembly.context.device, running, self._likely_steps)
 
     def initialize_optimizer_states(self) -> None:
         """Do nothing: stock would allocate fp32 gradient buffers, which are not used."""
@@ -124,7 +126,10 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._gpu_memory: GpuMemory | None = None
         request, budget = self._assembly.planned.request, self._assembly.context.budget
         if request is not None and budget is not None:
-            self._gpu_memory = memory = GpuMemory(self._running, request, budget, before_move=self._update.report)
+            free_host_bytes = self._assembly.context.free_host_bytes
+            self._gpu_memory = memory = GpuMemory(
+                self._running, request, budget, before_move=self._update.report, free_host_bytes=free_host_bytes
+            )
             memory.log_failure_at_exit(self._resources)
             WatchedForwards(self.module, memory, self._evict, self._resources)
 
@@ -167,6 +172,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         if self.micro_step_id == 0 and (self._window_is_open or self._buckets.have_gradients):
             self._wait_for_reduction()
             self._buckets.discard()
+            self._eager.forget()
             self._gradients.abandon_window()
             self._window_is_open = False
 
@@ -174,6 +180,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         super().zero_grad(set_to_none)
         if self._window_is_open:
             self._wait_for_reduction()
+        self._eager.forget()
         self._gradients.abandon_window()
 
     def backward_prologue(self) -> None:
@@ -215,6 +222,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._gradients.add_reduced_bucket(params_to_release, grad_partitions)
         if self._config.overlap_backward and is_boundary(self):
             self._update.prefetch()
+            self._eager.reduced(params_to_release)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         self._gradients.finish_window()
@@ -255,6 +263,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
 
     def _overflow_clean_up(self, prev_scale: Any) -> None:
         super()._overflow_clean_up(prev_scale)
+        self._eager.skipped()
         self._gradients.end_window()
         # Now, because the report contains DeepSpeed's step count.
         self._update.skip()
@@ -263,30 +272,45 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         """Compute the factor by which our kernels multiply all gradients; stock multiplies them here."""
         if sub_group_id > 0:
             return
+        self._grad_scale = self._grad_scale_with(total_norm)
+
+    def _grad_scale_with(self, total_norm: torch.Tensor) -> float:
         combined_scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
             combined_scale = torch.clamp(clip, min=1.0) * self.loss_scale
-        self._grad_scale = float(1.0 / combined_scale)
+        return float(1.0 / combined_scale)
+
+    def _likely_steps(self) -> list[AdamStep]:
+        """Return the steps of all sub-groups if the next update is neither clipped nor skipped; none if unknown."""
+        if not self._states.count_steps:
+            return []
+        return [self._adam_step(index, self._likely_grad_scale) for index in range(len(self.fp16_groups))]
+
+    @property
+    def _likely_grad_scale(self) -> float:
+        return self._grad_scale_with(torch.zeros((), dtype=torch.float32, device="cpu"))
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         if sub_group_id == 0 and self._states.are_replaced:
             # Not earlier: in a step that is skipped, stock leaves the states as they are.
             adopt = partial(self._states.adopt, before_write=self._wait_for_states)
             self._running.executor.run_uninterrupted(adopt)
+        self._steps.append(self._adam_step(sub_group_id, self._grad_scale))
+
+    def _adam_step(self, sub_group_id: int, grad_scale: float) -> AdamStep:
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         beta1, beta2 = group["betas"]
-        self._steps.append(
-            AdamStep(
-                step=int(self._states[sub_group_id]["step"]) + 1,
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                bias_correction=group["bias_correction"],
-                grad_scale=self._grad_scale,
-            )
+        return AdamStep(
+            step=int(self._states[sub_group_id]["step"]) + 1,
+            # A scheduler may write to a tensor in place.
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            bias_correction=bool(group["bias_correction"]),
+            grad_scale=grad_scale,
         )
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
@@ -305,6 +329,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             for part, grad in zip(self._running.memory.parts, self._gradients.grads_for_update(), strict=True):
                 part.grad = grad
             self._gradients.end_window()
+            self._eager.begin_update()
             self._running.windows.update_starts()
             # Here, so that step counts match the moments wherever an interrupt ends ``step()``.
             for sub_group_id, step in enumerate(steps):
@@ -312,6 +337,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
                 self._gradients.record_pending_scale(sub_group_id, step.grad_scale)
 
         self._update.run(steps, prepare)
+        self._eager.updated(is_likely=self._grad_scale == self._likely_grad_scale)
         # The param groups are empty. PyTorch's LR schedulers count the calls.
         self.optimizer.step()
 

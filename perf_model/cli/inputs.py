@@ -102,7 +102,7 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
         rule = f"ranks_per_node: must be at most {profile.cores}, the number of cores of {profile.name}"
         raise ModelError(f"{rule}, found {job.ranks_on_node}.\nCorrect --ranks-per-node, the GPUs per host.")
     _check_rules(job, profile)
-    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "offload_param"):
+    for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "eager_memory_gb", "offload_param"):
         value = getattr(options, name)
         if value is not None and value is not False and not profile.has_accelerator:
             rule = f"--{name.replace('_', '-')}: needs a profile of a machine with a GPU, found {options.profile}"
@@ -115,6 +115,7 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
             host=profile.host_memory_bytes if options.host_memory_gb is None else options.host_memory_gb,
             pinned=options.pinned_memory_gb,
             gpu_margin=GPU_MARGIN_BYTES if options.gpu_memory_margin_gb is None else options.gpu_memory_margin_gb,
+            eager=options.eager_memory_gb,
         ),
         overlap=Overlap(**{phase: options.overlap in (phase, "both") for phase in ("backward", "forward")}),
         unit_sizes=UNIT_SIZES if options.unit_size is None else (options.unit_size,),

@@ -57,6 +57,11 @@ def _print_screen(found: Forecast, inputs: Inputs) -> None:
     show(f"\n{_bound(found)}\nmemory: {_memory(found, inputs)}\n")
     counts = ", ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
     show(f"update: {counts}; {plan.schedule.num_slots} slots (GPU buffers for streamed units)")
+    if plan.eager:
+        taken = (
+            f"{size(found.planned.memory.eager_bytes, DIGITS)} of host memory per rank for second versions of states"
+        )
+        show(f"eager: {len(plan.eager)} of the cpu units, {billions(plan.eager_numel)} parameters, with {taken}")
     _print_units(found)
     print("Paste into your DeepSpeed config:")
     print(json.dumps(deepspeed_config(found, inputs), indent=2))

@@ -40,6 +40,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
             "host_bytes": memory.host_bytes,
             "reserved_host_bytes": found.reserved_host_bytes,
             "pinned_bytes": memory.pinned_bytes,
+            "eager_bytes": memory.eager_bytes,
             "no_offload_bytes": found.no_offload_bytes,
         },
         "placement": {placement.value: plan.placements.count(placement) for placement in Placement},
@@ -51,6 +52,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
                 "forward_numel": unit.forward_numel,
                 "label": unit.label,
                 "placement": together.placement.value,
+                "eager": unit.index in plan.eager,
                 "why": together.why,
             }
             for together in unit_runs(found)
@@ -116,6 +118,8 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     if "gpu_memory_gb" in given and planned and found.budgets.gpu_bytes is not None:
         # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
+    if planned and inputs.limits.eager == 0:
+        block["eager"] = False
     if "gpu_memory_margin_gb" in given and planned:
         block["gpu_memory_margin_gb"] = inputs.limits.gpu_margin / GB
     block |= {f"overlap_{phase}": False for phase, overlaps in asdict(overlap).items() if not overlaps}

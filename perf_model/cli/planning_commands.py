@@ -135,6 +135,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-margin-gb", type=partial(_bytes, least_gb=0), help=margin)
     add("--host-memory-gb", type=gigabytes, help="host memory per node; default: as in the profile")
     add("--pinned-memory-gb", type=gigabytes, help="page-locked host memory per rank; default: unlimited")
+    eager = "host memory per rank for eager units, 0 for none; default: half of the memory that is left"
+    add("--eager-memory-gb", type=partial(_bytes, least_gb=0), help=eager)
     sub_group_size = f"sub_group_size of the DeepSpeed config; default: DeepSpeed's, {DEFAULT_SUB_GROUP_SIZE}"
     add("--sub-group-size", type=int, help=sub_group_size)
     rules = 'a JSON list of rules by name, as in "placement" of the config; default: everything is planned'

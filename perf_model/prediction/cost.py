@@ -13,7 +13,7 @@ from functools import cached_property
 
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES
@@ -22,6 +22,8 @@ PROBED_PARAM_BYTES = 2
 
 COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
 """The number of copies of an action. Each copy starts with the latency of a copy."""
+
+UPDATES_ON_CPU = (ActionKind.CPU_STEP, ActionKind.SPECULATE)
 
 GPU_STEP_BYTES = 28
 """Bytes per parameter: p, m and v are read and written (24), and the 16-bit gradient and parameter take 2 each."""
@@ -57,16 +59,21 @@ def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict
     """Return the bytes per parameter that our runtime moves in each kind of action.
 
     CPU_STEP is one pass. It reads and writes p, m and v (24), reads the gradient, and writes 16-bit parameters. With
-    ``params_on_host``, it also writes fp32 ones, and GPU_STEP copies the parameters down.
+    ``params_on_host``, it also writes fp32 ones, and GPU_STEP copies the parameters down. SPECULATE is the same pass to
+    the other version of the states, and COMMIT moves nothing. With ``params_on_host``, COMMIT also stands for the copy
+    of an eager unit's parameters to the model, since PUBLISH has no cost there.
     """
     staged = STAGED_BYTES_PER_PARAM
     writes_param = params_on_host or param_bytes < FP32_BYTES
     published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
+    cpu_step = BytesPerParam(dram=24 + param_bytes + (param_bytes if writes_param else 0))
     return {
         ActionKind.PREFETCH: BytesPerParam(h2d=staged, dram=staged),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
         ActionKind.FLUSH_STATES: BytesPerParam(d2h=staged, dram=staged),
-        ActionKind.CPU_STEP: BytesPerParam(dram=24 + param_bytes + (param_bytes if writes_param else 0)),
+        ActionKind.CPU_STEP: cpu_step,
+        ActionKind.SPECULATE: cpu_step,
+        ActionKind.COMMIT: BytesPerParam(dram=2 * copied_down),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
     }
 
@@ -173,7 +180,8 @@ class CostModel:
             }
             for kind, moved in traffic.items()
         }
-        per_param[ActionKind.CPU_STEP][Resource.CPU] = 1 / cpu_adam_params_per_s
+        for kind in UPDATES_ON_CPU:
+            per_param[kind][Resource.CPU] = 1 / cpu_adam_params_per_s
         if gpu_adam_params_per_s is None:
             del per_param[ActionKind.GPU_STEP]
         else:
@@ -210,7 +218,8 @@ class CostModel:
             # Slots are host memory. Copies, which read and write each byte, and Adam share the cores.
             byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
             seconds = {kind: byte_s * (moved.h2d + moved.d2h) for kind, moved in traffic.items()}
-            seconds |= dict.fromkeys((ActionKind.CPU_STEP, ActionKind.GPU_STEP), 1 / cpu)
+            seconds |= dict.fromkeys((*UPDATES_ON_CPU, ActionKind.GPU_STEP), 1 / cpu)
+            seconds[ActionKind.COMMIT] = byte_s / 2 * traffic[ActionKind.COMMIT].dram
             if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
                 seconds[ActionKind.PUBLISH] = 0.0
             per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
@@ -247,7 +256,7 @@ class CostModel:
 
     def without_accelerator(self) -> CostModel:
         """Return the costs if nothing can be updated on an accelerator."""
-        return replace(self, per_param={kind: self.per_param[kind] for kind in CHAINS[Placement.CPU]})
+        return replace(self, per_param={kind: self.per_param[kind] for kind in (*CHAINS[Placement.CPU], *EAGER_CHAIN)})
 
 
 def _dram_capacity(profile: HardwareProfile) -> float:

@@ -23,6 +23,8 @@ _COLOURS: dict[Phase | ActionKind, str] = {
     ActionKind.GPU_STEP: "#5bb974",
     ActionKind.FLUSH_STATES: "#e8804c",
     ActionKind.CPU_STEP: "#a78bda",
+    ActionKind.SPECULATE: "#cdbdf0",
+    ActionKind.COMMIT: "#6b4fa0",
     ActionKind.PUBLISH: "#e6b422",
 }
 

@@ -32,6 +32,8 @@ class MemoryKind(Enum):
     ACCELERATOR = "accelerator"
     PINNED = "pinned"
     HOST = "host"
+    SHADOW = "shadow"
+    """Host memory of the second versions of eager units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,9 @@ DEFAULT_SETUP = TrainingSetup()
 def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
     """Return the memory that the runtime reserves once for ``plan``, for all phases of training.
 
-    It consists of the slab and, on the accelerator, of resident states, slots, gradients and buffers. Without
-    accumulation, only the gradients of streamed and resident units are there. Memory that stock also takes is not
-    included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
+    It consists of the slab, of ``shadow_bytes`` and, on the accelerator, of resident states, slots, gradients and
+    buffers. Without accumulation, only the gradients of streamed and resident units are there. Memory that stock also
+    takes is not included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
     """
     on_cpu, streamed, residents = (plan.lengths[placement] for placement in Placement)
     updated = streamed + residents
@@ -91,11 +93,21 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     ]
     if updated and setup.params_on_host:
         tensors.append((max(updated) * setup.widths.param, 1))
+    eager_bytes = shadow_bytes(setup.widths) * plan.eager_numel
     return [
         Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
+        *([Reservation(kind=MemoryKind.SHADOW, each_bytes=eager_bytes)] if eager_bytes else []),
         *(Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each, count=count) for each, count in tensors),
         *staging_buffers(plan, setup),
     ]
+
+
+def shadow_bytes(widths: Widths) -> int:
+    """Return the host memory per parameter of an eager unit: the second version of its states.
+
+    If the slab has no rounded parameters, an eager unit needs its own.
+    """
+    return STAGED_BYTES_PER_PARAM + (0 if "rounded" in widths.on_host else widths.param)
 
 
 def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
@@ -145,11 +157,12 @@ def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """The bytes that one rank needs. ``host_bytes`` includes ``pinned_bytes``."""
+    """The bytes that one rank needs. ``host_bytes`` includes ``pinned_bytes`` and the ``eager_bytes`` of shadows."""
 
     gpu_bytes: int
     host_bytes: int
     pinned_bytes: int
+    eager_bytes: int = 0
 
     @classmethod
     def from_reservations(cls, reservations: Iterable[Reservation]) -> MemoryUse:
@@ -157,24 +170,29 @@ class MemoryUse:
         by_kind: dict[MemoryKind, list[Reservation]] = {kind: [] for kind in MemoryKind}
         for reservation in reservations:
             by_kind[reservation.kind].append(reservation)
-        pinned_bytes, pageable_bytes = (
+        pinned_bytes, pageable_bytes, eager_bytes = (
             sum(reservation.count * reservation.each_bytes for reservation in by_kind[kind])
-            for kind in (MemoryKind.PINNED, MemoryKind.HOST)
+            for kind in (MemoryKind.PINNED, MemoryKind.HOST, MemoryKind.SHADOW)
         )
         return cls(
             gpu_bytes=cuda_bytes_of(by_kind[MemoryKind.ACCELERATOR]),
-            host_bytes=pinned_bytes + pageable_bytes,
+            host_bytes=pinned_bytes + pageable_bytes + eager_bytes,
             pinned_bytes=pinned_bytes,
+            eager_bytes=eager_bytes,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """The bytes that the optimizer of one rank may take, None if unlimited. ``host_bytes`` includes pinned bytes."""
+    """The bytes that the optimizer of one rank may take, None if unlimited, as in ``MemoryUse``.
+
+    By default, no unit is eager.
+    """
 
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
+    eager_bytes: int = 0
 
     def with_gpu_margin(self, margin_bytes: int, required_bytes: int) -> Budgets:
         """Return the budgets that leave a margin free, but not of the ``required_bytes`` of rules."""
@@ -259,6 +277,8 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
             line += f", on the accelerator {_counted(schedule.num_slots, 'slot')} of {slot}"
         elif placement is Placement.RESIDENT:
             line += f", on the accelerator {size(STAGED_BYTES_PER_PARAM * numel)} of states"
+        elif plan.eager:
+            line += f"; {plan.eager_numel:,} of them eager, with {size(shadow_bytes(widths) * plan.eager_numel)} more"
         lines.append(line if placement is Placement.CPU else f"{line} and {size(widths.grad * numel)} of gradients")
     return lines
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.slowdown import NO_SLOWDOWN, ForwardProgress, Slowdown
+from perf_model.prediction.slowdown import NO_SLOWDOWN, ModelProgress, Slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.schedule import PUBLISHING
 from perf_model.schedule.workload import Unit, Workload
 from perf_model.units import seconds
-
-ALLOWED_IN_BACKWARD = ActionKind.PREFETCH
-"""The kind of action that may start before the norm is known: it reads only the states of the step before."""
 
 
 class AddedTime(NamedTuple):
@@ -24,7 +21,7 @@ class AddedTime(NamedTuple):
     exposed_s: float
     """The seconds in which the model waits for the update."""
     slowed_s: float
-    """The seconds by which forward takes longer beside the update."""
+    """The seconds by which backward and forward take longer beside the update."""
 
     @property
     def total_s(self) -> float:
@@ -36,10 +33,12 @@ class AddedTime(NamedTuple):
 class Windows:
     """The seconds of the backward before the update and of the forward after it, without an update beside them.
 
-    States may be prefetched at the end of backward. After forward, a slot may be flushed until the next backward
-    prefetches into it. Both windows are 0 if the update has to finish before ``step()`` returns. ``first_use`` is
-    forward's order of units, which defaults to the order of the indices. Forward uses equally many elements in equal
-    times, ``Unit.forward_numel`` of them before it needs the next unit, but is slowed down by the update beside it.
+    States may be prefetched at the end of backward, and eager units are updated in it as soon as their gradients are
+    complete. After forward, a slot may be flushed until the next backward prefetches into it. Both windows are 0 if the
+    update has to finish before ``step()`` returns. ``first_use`` is forward's order of units, which defaults to the
+    order of the indices. Forward uses equally many elements in equal times, ``Unit.forward_numel`` of them before it
+    needs the next unit, and backward completes them in the reverse order. The update beside them slows both down. The
+    seconds that backward loses count, but its moments stay: more time for the update in a longer backward is neglected.
     """
 
     backward_s: float = 0.0
@@ -57,6 +56,17 @@ class Windows:
             return workload.units
         return tuple(workload.units[index] for index in self.first_use)
 
+    def completed_s(self, workload: Workload) -> dict[int, float]:
+        """Return when backward completes the gradients of each unit, from the last moment to the first one.
+
+        A unit is complete when backward has passed its first use in forward.
+        """
+        moments_s, used = {}, 0
+        for unit in self.in_order_of_use(workload):
+            moments_s[unit.index] = -self.backward_s * used / workload.forward_numel
+            used += unit.forward_numel
+        return moments_s
+
     def added_time(self, timeline: Timeline, workload: Workload, cost: CostModel) -> AddedTime:
         """Return the seconds by which the update lengthens the iteration.
 
@@ -64,23 +74,28 @@ class Windows:
         and the next backward overlaps with them. It prefetches into a slot as soon as the slot is flushed. Prefetches
         that are late by then expose as much of the next update.
         """
+        progress = ModelProgress(timeline, self.slowdown)
+        slowed_s = progress.lost_s(timeline.start_s, 0.0)
         if self.forward_s == 0.0:
-            return AddedTime(timeline.end_s, 0.0)
+            return AddedTime(timeline.end_s, slowed_s)
         blocked_s = now_s = 0.0
-        for start_s, end_s in self._uses(timeline, workload):
+        for start_s, end_s in self._uses(timeline, workload, progress):
             blocked_s += start_s - now_s
             now_s = end_s
         late_s = self._late_prefetches_s(timeline, now_s, cost)
-        return AddedTime(blocked_s + late_s, max(0.0, now_s - blocked_s - self.forward_s))
+        slowed_s += max(0.0, now_s - blocked_s - self.forward_s)
+        # The flushes that are left when the next backward starts.
+        slowed_s += progress.lost_s(now_s, max(now_s, min(timeline.end_s, now_s + self.backward_s)))
+        return AddedTime(blocked_s + late_s, slowed_s)
 
     def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
         """Return the exposed part of ``added_time``."""
         return self.added_time(timeline, workload, cost).exposed_s
 
-    def _uses(self, timeline: Timeline, workload: Workload) -> Iterator[tuple[float, float]]:
+    def _uses(self, timeline: Timeline, workload: Workload, progress: ModelProgress) -> Iterator[tuple[float, float]]:
         """Yield when forward starts to use the parameters of each unit, and when it needs the next unit."""
         ready_s = {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in PUBLISHING}
-        progress, numel, now_s = ForwardProgress(timeline, self.slowdown), workload.forward_numel, 0.0
+        numel, now_s = workload.forward_numel, 0.0
         for unit in self.in_order_of_use(workload):
             start_s = max(now_s, ready_s[unit.index])
             now_s = progress.end_s(start_s, self.forward_s * unit.forward_numel / numel)
@@ -91,7 +106,8 @@ class Windows:
 
         Both share the link in ``backward_s``, and slow each other down until one of them ends.
         """
-        filled_s = -min((span.start_s for span in timeline.spans if span.start_s < 0.0), default=0.0)
+        prefetches = (span for span in timeline.spans if span.action.kind is ActionKind.PREFETCH)
+        filled_s = -min((span.start_s for span in prefetches if span.start_s < 0.0), default=0.0)
         flushed_s = max(0.0, timeline.end_s - forward_end_s)
         prefetch, flush = cost.speeds_of_copies
         late_s = [
@@ -105,15 +121,16 @@ class Windows:
 
     def phases(self, timeline: Timeline, workload: Workload, cost: CostModel) -> tuple[PhaseSpan, ...]:
         """Return the phases of the model during the update, until the next backward no longer waits for flushes."""
+        progress = ModelProgress(timeline, self.slowdown)
         ends_s, now_s = [(Phase.BACKWARD, 0.0)], 0.0
-        for start_s, now_s in self._uses(timeline, workload):
+        for start_s, now_s in self._uses(timeline, workload, progress):
             ends_s += [(Phase.EXPOSED, start_s), (Phase.FORWARD, now_s)]
         late_s = timeline.end_s - now_s
         if self.forward_s > 0.0:
             late_s = self._late_prefetches_s(timeline, now_s, cost)
         ends_s += [(Phase.BACKWARD, timeline.end_s - late_s), (Phase.EXPOSED, timeline.end_s)]
         spans: list[PhaseSpan] = []
-        before_s = -self.backward_s
+        before_s = -self.backward_s - progress.lost_s(timeline.start_s, 0.0)
         for phase, end_s in ends_s:
             if end_s > before_s:
                 continues = spans and spans[-1].phase is phase

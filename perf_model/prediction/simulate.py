@@ -4,7 +4,8 @@ As in the executor, the host issues all actions ahead of time. An action *waits*
 earlier actions of its lane have ended. Then it *runs*, at a speed that is recomputed whenever an action starts or ends.
 
 Second 0 is the moment at which the step is decided. With a window in backward, prefetches start earlier, at most by the
-time that it takes to fill the slots.
+time that it takes to fill the slots, and the cpu lane updates eager units as soon as backward has completed their
+gradients, in the order of completion. From second 0 on, every lane follows the order of the schedule.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from itertools import takewhile
 
 from perf_model.prediction.cost import CostModel, relative_speeds
-from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
+from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Span, Timeline
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
@@ -23,6 +24,8 @@ from perf_model.schedule.workload import Workload
 NO_WINDOWS = Windows()
 
 _NEVER_S = float("inf")
+
+_SPECULATE = ActionKind.SPECULATE
 
 
 def simulate(schedule: Schedule, workload: Workload, cost: CostModel, windows: Windows = NO_WINDOWS) -> Timeline:
@@ -58,15 +61,15 @@ class _Running:
 class _Simulation:
     """One simulation, in which actions are identified by their positions in the schedule.
 
-    ``_waiting`` contains the positions that have not started, per lane and with the next one last. ``_ended_s`` is
-    finite for ended actions.
+    ``_waiting`` contains the positions that have not started, per lane and with the next one last. ``_in_backward``
+    contains those of them that may start before second 0, also in their order, from the moment in ``_allowed_s`` on.
+    ``_ended_s`` is finite for ended actions.
     """
 
     def __init__(self, schedule: Schedule, workload: Workload, simulator: Simulator) -> None:
         self._actions = schedule.actions
         self._simulator = simulator
         self._numels = {unit.index: unit.numel for unit in workload.units}
-        self._now_s = 0.0 - min(simulator.windows.backward_s, self._fill_s())
         self._started_s = [_NEVER_S] * len(self._actions)
         self._ended_s = [_NEVER_S] * len(self._actions)
         self._running: dict[Lane, _Running] = {}
@@ -79,6 +82,17 @@ class _Simulation:
             self._waiting[action.lane].append(position)
         for waiting in self._waiting.values():
             waiting.reverse()
+        self._in_backward = {Lane.H2D: self._waiting[Lane.H2D], Lane.CPU: list[int]()}
+        prefetches_s = 0.0 - min(simulator.windows.backward_s, self._fill_s())
+        self._allowed_s = dict.fromkeys(self._waiting[Lane.H2D], prefetches_s)
+        speculations = {action.unit: positions[action.name] for action in self._actions if action.kind is _SPECULATE}
+        completed_s = simulator.windows.completed_s(workload) if speculations else {}
+        for unit, moment_s in completed_s.items():
+            if unit in speculations and moment_s < 0.0:
+                self._in_backward[Lane.CPU].append(speculations[unit])
+                self._allowed_s[speculations[unit]] = moment_s
+        self._now_s = -_NEVER_S
+        self._now_s = self._next_allowed_s()
 
     def run(self) -> Timeline:
         while True:
@@ -91,21 +105,30 @@ class _Simulation:
 
     def _fill_s(self) -> float:
         """Return the seconds of the prefetches that wait for no flush, which run one after another."""
-        on_lane = (action for action in self._actions if action.lane is ALLOWED_IN_BACKWARD.lane)
-        filling = takewhile(lambda action: action.kind is ALLOWED_IN_BACKWARD and not action.waits, on_lane)
-        return sum(self._simulator.load(ALLOWED_IN_BACKWARD, self._numels[action.unit]).total_s for action in filling)
+        prefetches = (action for action in self._actions if action.kind is ActionKind.PREFETCH)
+        filling = takewhile(lambda action: not action.waits, prefetches)
+        return sum(self._simulator.load(ActionKind.PREFETCH, self._numels[action.unit]).total_s for action in filling)
+
+    def _next_allowed_s(self) -> float:
+        """Return the next moment before second 0 at which a free lane is allowed to start an action, or second 0."""
+        free = (waiting for lane, waiting in self._in_backward.items() if waiting and lane not in self._running)
+        moments_s = (self._allowed_s[waiting[-1]] for waiting in free)
+        return min((moment_s for moment_s in moments_s if moment_s > self._now_s), default=0.0)
 
     def _start(self) -> None:
-        for lane, waiting in self._waiting.items():
+        lanes = self._in_backward if self._now_s < 0.0 else self._waiting
+        for lane, waiting in lanes.items():
             if waiting and lane not in self._running and self._may_start(waiting[-1]):
                 position = waiting.pop()
+                if waiting is not self._waiting[lane]:
+                    self._waiting[lane].remove(position)
                 action = self._actions[position]
                 load = self._simulator.load(action.kind, self._numels[action.unit])
                 self._running[lane] = _Running(position, action.kind, self._now_s + load.latency_s, load.alone_s)
                 self._started_s[position] = self._now_s
 
     def _may_start(self, position: int) -> bool:
-        if self._now_s < 0.0 and self._actions[position].kind is not ALLOWED_IN_BACKWARD:
+        if self._now_s < 0.0 and self._now_s < self._allowed_s[position]:
             return False
         # A generator here would cost a fifth of the simulation's time.
         for producer in self._waits[position]:  # noqa: SIM110
@@ -115,7 +138,7 @@ class _Simulation:
 
     def _advance(self) -> None:
         now_s = self._now_s
-        then_s = 0.0 if now_s < 0.0 else _NEVER_S
+        then_s = self._next_allowed_s() if now_s < 0.0 else _NEVER_S
         moving = []
         for running in self._running.values():
             if running.moves_at_s <= now_s:

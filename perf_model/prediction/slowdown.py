@@ -1,7 +1,8 @@
-"""Model by how much an update slows down the forward that runs beside it.
+"""Model by how much an update slows down the backward and the forward that run beside it.
 
-CPU updates and copies of states take bandwidth of host memory, caches and cores, and the host that launches forward's
-kernels needs them also. How much that costs depends on the machine and on the model, so it is measured in the run.
+CPU updates and copies of states take bandwidth of host memory, caches and cores, and the host that launches the model's
+kernels needs them also. How much that costs depends on the machine and on the model, so it is measured in the run: in
+forward, and assumed to be the same in backward.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ COPYING = (Lane.H2D, Lane.D2H)
 """The lanes that copy states. The few bytes of publications count as a part of the CPU updates that they follow."""
 
 LEAST_SPEED = 0.05
-"""The least speed of forward beside an update: a fit to noisy times must not stop it."""
+"""The least speed of the model beside an update: a fit to noisy times must not stop it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """The shares of forward's speed that are lost while the CPU updates, and while states are copied. They add up."""
+    """The shares of the model's speed that are lost while the CPU updates, and while states are copied. They add up."""
 
     cpu: float = 0.0
     copies: float = 0.0
 
     def speed(self, *, cpu: bool, copies: bool) -> float:
-        """Return the speed of forward relative to one without an update."""
+        """Return the speed of the model relative to one without an update."""
         return max(LEAST_SPEED, 1.0 - self.cpu * cpu - self.copies * copies)
 
     def __str__(self) -> str:
@@ -97,17 +98,17 @@ def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(map(mul, left, right), 0.0)
 
 
-class ForwardProgress:
-    """The seconds of forward that are done at each moment, if it computes all the time beside the update."""
+class ModelProgress:
+    """The seconds of the model's work that are done at each moment, if it computes all the time beside the update."""
 
     def __init__(self, timeline: Timeline, slowdown: Slowdown) -> None:
-        self._times_s, self._done_s, self._speeds = [0.0], [0.0], [1.0]
+        self._times_s, self._done_s, self._speeds = [timeline.start_s], [0.0], [1.0]
         if slowdown == NO_SLOWDOWN:
             return
-        edges = [(0.0, 0, 0)]
+        edges = [(timeline.start_s, 0, 0)]
         for is_copy, lanes in enumerate(((Lane.CPU,), COPYING)):
             for start_s, end_s in timeline.busy_spans(*lanes):
-                edges += [(max(0.0, start_s), is_copy, 1), (max(0.0, end_s), is_copy, -1)]
+                edges += [(start_s, is_copy, 1), (end_s, is_copy, -1)]
         busy = [0, 0]
         for time_s, is_copy, change in sorted(edges):
             self._done_s.append(self._done_at(time_s))
@@ -116,12 +117,18 @@ class ForwardProgress:
             self._speeds.append(slowdown.speed(cpu=busy[0] > 0, copies=busy[1] > 0))
 
     def end_s(self, start_s: float, seconds: float) -> float:
-        """Return when a part of forward ends that starts at ``start_s`` and takes ``seconds`` without an update."""
+        """Return when work ends that starts at ``start_s`` and takes ``seconds`` without an update."""
         if len(self._times_s) == 1:
             return start_s + seconds
         done_s = self._done_at(start_s) + seconds
         position = bisect_right(self._done_s, done_s) - 1
         return self._times_s[position] + (done_s - self._done_s[position]) / self._speeds[position]
+
+    def lost_s(self, start_s: float, end_s: float) -> float:
+        """Return the seconds of work that are lost from ``start_s`` to ``end_s``."""
+        if len(self._times_s) == 1:
+            return 0.0
+        return max(0.0, end_s - start_s - (self._done_at(end_s) - self._done_at(start_s)))
 
     def _done_at(self, time_s: float) -> float:
         position = bisect_right(self._times_s, time_s) - 1

@@ -53,6 +53,11 @@ class Timeline:
     spans: tuple[Span, ...]
 
     @property
+    def start_s(self) -> float:
+        """Return the start of the first action if that is in backward, or else 0."""
+        return min((span.start_s for span in self.spans if span.start_s < 0.0), default=0.0)
+
+    @property
     def end_s(self) -> float:
         """Return the end of the last action."""
         return max((span.end_s for span in self.spans), default=0.0)

@@ -31,8 +31,12 @@ class ActionKind(Enum):
     """Unscaling, clipping and Adam in a slot or on a resident unit. It writes the 16-bit parameters."""
     FLUSH_STATES = "FLUSH_STATES", Lane.D2H
     CPU_STEP = "CPU_STEP", Lane.CPU
+    SPECULATE = "SPECULATE", Lane.CPU
+    """A CPU step from the current version of the states to the other one, possibly before the norm is known."""
+    COMMIT = "COMMIT", Lane.CPU
+    """Exchange of the two versions, once the step is known to be the one that was speculated."""
     PUBLISH = "PUBLISH", Lane.PUBLISH
-    """Copy of the 16-bit parameters of a CPU unit to the accelerator."""
+    """Copy of the updated parameters of a CPU unit to the place where the model reads them."""
 
     __hash__ = object.__hash__
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from perf_model.schedule.action import Action, ActionKind
-from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
+from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN, Clocks, dependencies
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule, format_grid
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
@@ -29,6 +29,7 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
     - Every unit has exactly the actions of one placement, each once and in order.
     - Waits name actions of other lanes that were issued before, so that nothing deadlocks.
     - Every action starts after the data that it reads was written.
+    - An eager unit commits the version of its states that was speculated, and publishes the committed one.
     - A slot exists, is large enough, and is reused only after the states of its previous occupant were flushed.
     - The first prefetches of an update also wait for the flushes of the update before, which may be in flight.
     """
@@ -80,13 +81,13 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
         if not 0 <= action.unit < len(workload.units):
             raise ScheduleError(schedule, action, f"There are {len(workload.units)} units.")
         kinds[action.unit].append(action.kind)
-    by_chain = {chain: placement for placement, chain in CHAINS.items()}
+    by_chain = {chain: placement for placement, chain in CHAINS.items()} | {EAGER_CHAIN: Placement.CPU}
     placements = []
     for unit in workload.units:
         placement = by_chain.get(tuple(kinds[unit.index]))
         if placement is None:
             last = [action for action in schedule.actions if action.unit == unit.index][-1:]
-            chains = " or ".join(" ".join(kind.value for kind in chain) for chain in CHAINS.values())
+            chains = " or ".join(" ".join(kind.value for kind in chain) for chain in by_chain)
             found = " ".join(kind.value for kind in kinds[unit.index]) or "nothing"
             rule = f"Unit {unit.index} is updated by {chains}, in that order; found {found}."
             raise ScheduleError(schedule, last[0] if last else None, rule)

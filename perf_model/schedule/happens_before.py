@@ -18,6 +18,9 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
 }
 """The actions of one unit by placement. Each reads the output of the one before."""
 
+EAGER_CHAIN = (ActionKind.SPECULATE, ActionKind.COMMIT, ActionKind.PUBLISH)
+"""The actions of a CPU unit that is eager: its states have two versions."""
+
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
     """Return, by action name, the actions that must have finished before the action starts.

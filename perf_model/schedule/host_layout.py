@@ -38,7 +38,7 @@ class Widths:
 
     def slab_bytes(self, workload: Workload) -> int:
         """Return the size of one rank's slab."""
-        return sum(_aligned(numel * width) for numel in workload.sub_group_numels for width in self.on_host.values())
+        return sum(aligned(numel * width) for numel in workload.sub_group_numels for width in self.on_host.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ def slab_tensors(workload: Workload, widths: Widths) -> Iterator[SlabTensor]:
     for sub_group, numel in enumerate(workload.sub_group_numels):
         for name, width in widths.on_host.items():
             yield SlabTensor(sub_group=sub_group, name=name, offset_bytes=offset_bytes, numel=numel)
-            offset_bytes += _aligned(numel * width)
+            offset_bytes += aligned(numel * width)
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
+    """Return ``size_bytes`` rounded up to whole cache lines."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from perf_model.schedule.action import Action, ActionKind
-from perf_model.schedule.happens_before import CHAINS, Clocks, dependencies
+from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN, Clocks, dependencies
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 
-def lower(workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int]) -> Schedule:
-    """Return the schedule that executes ``placements`` in the given order of the units."""
+def lower(
+    workload: Workload,
+    placements: Sequence[Placement],
+    num_slots: int,
+    order: Sequence[int],
+    eager: Collection[int] = (),
+) -> Schedule:
+    """Return the schedule that executes ``placements`` in the given order of the units, of which some are ``eager``."""
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = min(num_slots, len(streamed))
     return Schedule(
         num_slots=num_slots,
         slot_numel=max((workload.units[index].length for index in streamed), default=0),
-        actions=tuple(insert_waits(issue_order(order, placements, assign_slots(streamed, num_slots)))),
+        actions=tuple(insert_waits(issue_order(order, placements, assign_slots(streamed, num_slots), eager))),
     )
 
 
@@ -53,7 +59,9 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
     return {index: position % num_slots for position, index in enumerate(streamed)}
 
 
-def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int]) -> list[Action]:
+def issue_order(
+    order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int], eager: Collection[int] = ()
+) -> list[Action]:
     """Return the actions, without waits, in the order in which the host issues them.
 
     CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its slot, so that
@@ -62,7 +70,9 @@ def issue_order(order: Sequence[int], placements: Sequence[Placement], slots: di
     on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
-    actions = [Action(kind, index) for index in on_cpu for kind in CHAINS[Placement.CPU]]
+    actions = [
+        Action(kind, index) for index in on_cpu for kind in (EAGER_CHAIN if index in eager else CHAINS[Placement.CPU])
+    ]
     actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
     waiting = streamed[num_slots:]
     for index in order:

@@ -21,14 +21,16 @@ DEFAULT_NUM_SLOTS = 2
 class UpdatePlan:
     """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones.
 
-    The host processes the units in ``order``, which defaults to ``forward_order``. Raise ``ValueError`` if placements,
-    slots or order are invalid, or if the persistent unit is not on the CPU.
+    The host processes the units in ``order``, which defaults to ``forward_order``. The ``eager`` units, which the CPU
+    updates, have two versions of their states, so that their updates may run in backward. Raise ``ValueError`` if
+    placements, slots, order or eager units are invalid, or if the persistent unit is not on the CPU.
     """
 
     workload: Workload
     placements: tuple[Placement, ...]
     num_slots: int
     order: tuple[int, ...] | None = None
+    eager: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.workload.units):
@@ -43,12 +45,15 @@ class UpdatePlan:
             raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
         if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
             raise ValueError(f"A plan's order names each of its {len(self.placements)} units once, found {self.order}.")
+        if self.eager and not self.eager <= self.eligible_as_eager:
+            wrong = sorted(self.eager - self.eligible_as_eager)
+            raise ValueError(f"Eager units are on the CPU, and the persistent unit is not eager, found {wrong}.")
 
     @cached_property
     def schedule(self) -> Schedule:
         """Return the actions, lowered on first use, because the planner discards many plans without them."""
         order = self.order or forward_order(self.workload, self.placements)
-        return lower(self.workload, self.placements, self.num_slots, order)
+        return lower(self.workload, self.placements, self.num_slots, order, self.eager)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -65,6 +70,17 @@ class UpdatePlan:
         for unit, placement in zip(self.workload.units, self.placements, strict=True):
             counts[placement][unit.length] += 1
         return counts
+
+    @property
+    def eligible_as_eager(self) -> frozenset[int]:
+        """Return the units that may be eager: those on the CPU but the persistent one, which ``step()`` waits for."""
+        placed = zip(self.workload.units, self.placements, strict=True)
+        return frozenset(unit.index for unit, found in placed if found is Placement.CPU and not unit.is_persistent)
+
+    @property
+    def eager_numel(self) -> int:
+        """Return the number of this rank's parameters in eager units."""
+        return sum(self.workload.units[unit].numel for unit in self.eager)
 
     def numel(self, placement: Placement) -> int:
         """Return the number of this rank's parameters with that placement."""
@@ -86,6 +102,7 @@ class UpdatePlan:
         return (
             f"{len(self.placements)} units, {self.workload.numel:,} parameters: {counts} "
             f"({share:.0%} of the parameters updated on the GPU), "
+            f"{f'{self.eager_numel:,} parameters eager, ' if self.eager else ''}"
             f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
         )
 

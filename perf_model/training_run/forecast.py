@@ -85,15 +85,17 @@ Outcome = PredictedIteration | Infeasible
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` per rank.
+    """Memory in bytes: ``gpu`` per GPU, ``host`` per node, ``pinned`` and ``eager``, for eager units, per rank.
 
-    None is unlimited. As in training, only units that rules place on the GPU may use ``gpu_margin``.
+    None is unlimited. As in training, only units that rules place on the GPU may use ``gpu_margin``, and ``eager`` is
+    half of the host memory that all other states leave, if it is None and ``host`` is known.
     """
 
     gpu: int | None
     host: int | None
     pinned: int | None = None
     gpu_margin: int = GPU_MARGIN_BYTES
+    eager: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,12 @@ class Forecast:
             if left is not None and left >= 0:
                 # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
                 left = max(0, left + limits.gpu_margin - self._training.cache_bytes)
-            available = Budgets(gpu_bytes=left, host_bytes=host, pinned_bytes=limits.pinned)
+            available = Budgets(
+                gpu_bytes=left,
+                host_bytes=host,
+                pinned_bytes=limits.pinned,
+                eager_bytes=self._eager_bytes(host),
+            )
         else:
             # A CPU that trains updates the parameters in place, and not while it trains.
             setup = replace(setup, widths=replace(setup.widths, publishes=False))
@@ -174,6 +181,15 @@ class Forecast:
         self.planned, self.unit_size = self.chosen.planned, self.chosen.unit_size
         path = GradientPath.for_plan(self.chosen.plan, self.request.setup)
         self.predicted = self._iteration(self.planned.update_s, self.planned.exposed_s, path)
+
+    def _eager_bytes(self, host_bytes: int | None) -> int:
+        if self._limits.eager is not None:
+            return self._limits.eager
+        if host_bytes is None or not self.job.rules.may_plan:
+            return 0
+        numel = sum(partition.numel for group in self.job.sub_groups for partition in group)
+        states_bytes = sum(self.job.setup.widths.on_host.values()) * numel
+        return max(0, host_bytes - states_bytes) // 2
 
     def _remedy(self, missing: Iterable[str]) -> str:
         limit, training_bytes, alone = self._training_limit, self._bytes_of(self._training), ""
@@ -298,7 +314,12 @@ class Forecast:
             gpu_bytes = max(taken_bytes, min(held_bytes, self._limits.gpu or held_bytes))
             host_bytes = optimizer.host_bytes + self.job.frozen_host_bytes
         host_bytes = self.reserved_host_bytes + ranks * host_bytes
-        return MemoryUse(gpu_bytes=gpu_bytes, host_bytes=host_bytes, pinned_bytes=ranks * optimizer.pinned_bytes)
+        return MemoryUse(
+            gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes,
+            pinned_bytes=ranks * optimizer.pinned_bytes,
+            eager_bytes=ranks * optimizer.eager_bytes,
+        )
 
     @cached_property
     def bound(self) -> Bound:

@@ -117,6 +117,7 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
         placements=tuple(Placement(unit["placement"]) for unit in units),
         num_slots=printed["num_slots"],
         order=tuple(printed["order"]["update"]),
+        eager=frozenset(unit["index"] for unit in units if unit["eager"]),
     )
     assert plan.fingerprint == printed["plan"]["fingerprint"]
     inputs = printed["inputs"]

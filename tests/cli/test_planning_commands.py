@@ -119,6 +119,7 @@ def test_every_preset_is_planned_for(machine: str, model: str) -> None:
         "host_bytes",
         "reserved_host_bytes",
         "pinned_bytes",
+        "eager_bytes",
         "no_offload_bytes",
     }
     assert 0 < found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
@@ -189,7 +190,7 @@ def test_options_of_a_gpu_are_refused_without_one(tmp_path: Path, capsys: pytest
     machine = tmp_path / "profile.json"
     cpu_only = {name: RATES[name] for name in REQUIRED}
     machine.write_text(profile({**cpu_only, "matmul_flops_per_s": 1e12}).to_json())
-    for option, *value in (("--offload-param",), ("--gpu-memory-margin-gb", "0")):
+    for option, *value in (("--offload-param",), ("--gpu-memory-margin-gb", "0"), ("--eager-memory-gb", "1")):
         assert main(["plan", *job(machine), option, *value]) == 2
         assert capsys.readouterr().err.startswith(f"{option}: needs a profile of a machine with a GPU, found")
 
@@ -217,6 +218,25 @@ def test_a_rule_for_the_gpu_is_refused_where_its_adam_has_no_rate(
             f'--rules: "{states}" needs a rate of Adam on the GPU, found none ({why}).\n'
             "Remove the rule, or plan with another profile.\n"
         )
+
+
+def test_plan_states_how_many_parameters_are_eager_and_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"gpu_memory_gb": 40, "unit_size": 10**8}
+    by_default, none = (planned(job(**options, **more)) for more in ({}, {"eager_memory_gb": 0}))
+    few = planned(job(**options, eager_memory_gb=4))
+    eager_numel = sum(unit["numel"] for unit in few["units"] if unit["eager"])
+    assert few["memory"]["eager_bytes"] == 4 * 12 * eager_numel, "of four ranks"
+    assert 0 < 12 * eager_numel <= 4e9
+    assert few["memory"]["host_bytes"] - few["memory"]["eager_bytes"] == none["memory"]["host_bytes"]
+    exposed_s = [found["predicted"]["exposed_update_s"] for found in (by_default, few, none)]
+    assert exposed_s == sorted(exposed_s)
+    assert exposed_s[0] < exposed_s[2]
+    assert main(["plan", *job(**options, eager_memory_gb=4)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{eager_numel / 1e9:.2f} B parameters, with {12 * eager_numel / 1e9:.1f} GB of host memory" in shown
+    assert main(["plan", *job(**options, eager_memory_gb=0)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("eager") == shown.count('"eager": false') == 1
 
 
 def test_memory_limits_move_units_off_the_gpu() -> None:
@@ -434,14 +454,14 @@ def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new"
-    arguments = job(model="7B", gpu_memory_gb=26, unit_size=10**8)
+    arguments = job(model="7B", gpu_memory_gb=24.5, unit_size=10**8)
     assert main(["simulate", *arguments, "--output", str(folder)]) == 0
     shown = capsys.readouterr().out
     names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
     assert {"backward", "forward", "exposed update"} <= names
     (update,) = (line for line in shown.splitlines() if line.startswith("update "))
     assert re.fullmatch(r"update \S+ m?s: \S+ m?s exposed, \S+ m?s hidden", update)
-    assert {"GPU_STEP", "CPU_STEP", "PUBLISH"} <= {name.split()[0] for name in names}
+    assert {"GPU_STEP", "SPECULATE", "COMMIT", "PUBLISH"} <= {name.split()[0] for name in names}
     (prefetched, *_) = sorted(name for name in names if name.startswith("PREFETCH"))
     assert f"{prefetched} [" in shown
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")

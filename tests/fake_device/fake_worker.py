@@ -19,7 +19,7 @@ class FakeWorker:
     def submit(self, task: Task, /) -> Future[None]:
         future = LateFuture(self._device)
         lanes = self._device.lanes
-        lanes.cpu.add(lambda: complete_future(future, task))
+        lanes.cpu.add(lambda: complete_future(future, task) if future.set_running_or_notify_cancel() else None)
         future.task_has_run = lanes.cpu.mark()
         lanes.run_before_wait()
         return future

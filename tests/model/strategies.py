@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from perf_model.schedule.action import Action, ActionKind, Lane
-from perf_model.schedule.happens_before import CHAINS
+from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.lowering import insert_waits
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -33,13 +33,16 @@ def workloads(draw: st.DrawFn, lengths: list[int]) -> Workload:
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_numel: int = 10**6) -> UpdatePlan:
-    """Draw a plan with any placements, any number of slots up to 6, and any order."""
+def plans(draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False) -> UpdatePlan:
+    """Draw a plan with any placements, any number of slots up to 6, any order, and any eager units if there may be."""
     workload = draw(workloads(draw(numels(max_numel))))
     count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))
-    return UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)), order=order)
+    plan = UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)), order=order)
+    if not may_be_eager or not plan.eligible_as_eager:
+        return plan
+    return replace(plan, eager=frozenset(draw(st.sets(st.sampled_from(sorted(plan.eligible_as_eager))))))
 
 
 @st.composite
@@ -55,13 +58,16 @@ def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[
 
 
 @st.composite
-def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
+def schedules(draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False) -> tuple[Schedule, Workload]:
     """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs.
 
     Units are published in the order in which the CPU updates them, because the executor publishes them so.
     """
-    plan = draw(plans(max_numel))
-    chains = {index: list(CHAINS[placement]) for index, placement in enumerate(plan.placements)}
+    plan = draw(plans(max_numel, may_be_eager=may_be_eager))
+    chains = {
+        index: list(EAGER_CHAIN if index in plan.eager else CHAINS[placement])
+        for index, placement in enumerate(plan.placements)
+    }
     free = list(range(plan.num_slots))
     slots: dict[int, int] = {}
     unpublished: list[int] = []
@@ -74,7 +80,7 @@ def schedules(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Worklo
         possible = [index for index, left in chains.items() if left and is_possible(index, left[0])]
         index = draw(st.sampled_from(possible))
         kind = chains[index].pop(0)
-        if kind is ActionKind.CPU_STEP:
+        if kind in (ActionKind.CPU_STEP, ActionKind.COMMIT):
             unpublished.append(index)
         if kind is ActionKind.PUBLISH:
             unpublished.remove(index)

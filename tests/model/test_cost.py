@@ -30,6 +30,9 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
     assert (
         CostModel.from_profile(profile(), 4).load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (24 + 4) * NUMEL
     )
+    # An eager unit is updated by the same pass, and its versions change places for nothing.
+    assert amounts[ActionKind.SPECULATE] == amounts[ActionKind.CPU_STEP]
+    assert (amounts[ActionKind.COMMIT], cost.load(ActionKind.COMMIT, NUMEL).total_s) == ({}, 0.0)
     # Stock scales the gradient in place, runs Adam, and rounds.
     stock = CostModel.for_stock(profile()).load(ActionKind.CPU_STEP, NUMEL)
     assert stock.amounts[Resource.DRAM] == (8 + 28 + 6) * NUMEL
@@ -41,6 +44,8 @@ def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_publi
     cost = CostModel.from_profile(profile(), param_bytes, params_on_host=True)
     amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
     assert amounts[ActionKind.PUBLISH] == {}
+    # The parameters of an eager unit are copied to the model.
+    assert amounts[ActionKind.COMMIT] == {Resource.DRAM: 2 * param_bytes * NUMEL}
     assert cost.load(ActionKind.PUBLISH, NUMEL).total_s == 0
     assert amounts[ActionKind.GPU_STEP][Resource.D2H] == param_bytes * NUMEL
     assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + param_bytes + param_bytes) * NUMEL
@@ -99,6 +104,9 @@ def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None
             ActionKind.GPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
             ActionKind.FLUSH_STATES: 12 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + 3 * RATES["copy_latency_s"],
             ActionKind.CPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
+            ActionKind.SPECULATE: NUMEL / RATES["cpu_adam_params_per_s"],
+            # The parameters of an eager unit are copied to the model.
+            ActionKind.COMMIT: 2 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"],
             # The CPU updates the parameters of the model in place.
             ActionKind.PUBLISH: 0,
         }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.prediction.memory import (
     MIB,
+    Budgets,
     MemoryKind,
     MemoryUse,
     Reservation,
@@ -80,6 +83,19 @@ def test_a_cpu_unit_takes_16_bytes_per_parameter_all_pinned() -> None:
     assert memory_of(plan(CPU)) == MemoryUse(gpu_bytes=0, host_bytes=pinned, pinned_bytes=pinned)
     # An fp32 model has nothing to round.
     assert memory_of(plan(CPU), TrainingSetup(widths=Widths(param=4, grad=4))).pinned_bytes == (3 * 4 + 4) * NUMEL
+
+
+def test_an_eager_unit_takes_a_second_version_of_its_states_in_host_memory() -> None:
+    eager = replace(plan(CPU, CPU), eager=frozenset({1}))
+    alone = memory_of(plan(CPU, CPU))
+    added = 3 * 4 * NUMEL
+    assert memory_of(eager) == replace(alone, host_bytes=alone.host_bytes + added, eager_bytes=added)
+    assert Budgets().missing(memory_of(eager)) == {"eager_bytes": added}
+    assert Budgets(eager_bytes=added).missing(memory_of(eager)) == {}
+    # The steps must not write the model's own parameters before the norm is known.
+    for param, added in ((2, (3 * 4 + 2) * NUMEL), (4, (3 * 4 + 4) * NUMEL)):
+        setup = TrainingSetup(widths=Widths(param=param, grad=param, publishes=False), params_on_host=True)
+        assert memory_of(eager, setup).eager_bytes == added
 
 
 def test_streamed_units_share_the_slots_and_keep_their_gradients_on_the_accelerator() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf_model.planner import LITTLE, MAX_SIMULATED_UNITS, MAX_SLOTS
+from perf_model.planner import LITTLE, MAX_SIMULATED_UNITS, MAX_SLOTS, PlannedUpdate
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.memory import (
     Budgets,
@@ -23,6 +23,7 @@ from perf_model.prediction.memory import (
 )
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator, simulate
+from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.work_bound import work_bound
 from perf_model.schedule.check import check
 from perf_model.schedule.placement import Placement
@@ -194,6 +195,49 @@ def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations(overl
     workload, budgets = Workload.from_numels([10**8] * 1000), budget_for(50, 10**8, 1000)
     planned = plan_updates(workload, cost(dram=90e9, both=22e9), budgets, overlap)
     assert 0 < planned.simulations <= MAX_SIMULATED_UNITS / 1000 + 2
+
+
+def eager_plans(overlap: Windows, **rates: float) -> tuple[PlannedUpdate, PlannedUpdate]:
+    """Return the plans of 20 equal units without memory for eager units, and with memory for 10 of them."""
+    workload, without = Workload.from_numels([10**8] * 20), Budgets(gpu_bytes=0)
+    budgets = (without, replace(without, eager_bytes=10 * 12 * 10**8))
+    first, second = (plan_updates(workload, cost(**rates), budget, overlap) for budget in budgets)
+    return first, second
+
+
+def test_eager_units_shorten_the_iteration_as_far_as_their_memory_reaches() -> None:
+    without, found = eager_plans(Windows(backward_s=2.0, forward_s=1.0))
+    assert not without.plan.eager
+    assert found.plan.eager == set(range(10, 20)), "those that backward completes first"
+    assert found.memory.eager_bytes == 10 * 12 * 10**8
+    # Forward waits for half of the update, from which half of the 2 s have moved to backward.
+    assert without.exposed_s - found.exposed_s == pytest.approx(0.5, abs=0.01)
+    assert found.added.slowed_s == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        Windows(forward_s=1.0),
+        Windows(backward_s=2.0, forward_s=1000.0),
+        # Backward loses as much as forward would wait.
+        Windows(backward_s=2.0, forward_s=1.0, slowdown=Slowdown(cpu=1.0)),
+    ],
+    ids=["no backward", "a forward that hides everything", "a slow backward"],
+)
+def test_no_unit_is_eager_if_that_gains_nothing(overlap: Windows) -> None:
+    without, found = eager_plans(overlap)
+    assert not found.plan.eager
+    assert found.plan == without.plan
+
+
+def test_with_eager_units_the_cpu_updates_more_units() -> None:
+    workload, model, overlap = Workload.from_numels([10**8] * 20), cost(), Windows(backward_s=2.0, forward_s=0.5)
+    gpu_bytes = budget_for(3, 10**8, 20).gpu_bytes
+    budgets = (Budgets(gpu_bytes=gpu_bytes, eager_bytes=size) for size in (0, 20 * 12 * 10**8))
+    without, found = (plan_updates(workload, model, budget, overlap) for budget in budgets)
+    assert found.plan.placements.count(Placement.CPU) > without.plan.placements.count(Placement.CPU)
+    assert found.added.total_s < 0.8 * without.added.total_s
 
 
 def test_a_workload_without_units_is_refused() -> None:

@@ -16,7 +16,7 @@ from perf_model.schedule.lowering import assign_slots, forward_order, insert_wai
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.schedule import Schedule, format_grid
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 from tests.model.mutations import with_one_action_dropped, with_one_action_repeated, without_one_wait
 from tests.model.schedule_text import parse_schedule
 from tests.model.strategies import plans, schedules
@@ -31,12 +31,12 @@ def lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
 
 
-@given(plans())
+@given(plans(may_be_eager=True))
 def test_every_plan_is_lowered_to_a_safe_schedule(plan: UpdatePlan) -> None:
     assert check(plan.schedule, plan.workload) == plan.placements
 
 
-@given(schedules())
+@given(schedules(may_be_eager=True))
 def test_every_wait_is_needed(drawn: tuple[Schedule, Workload]) -> None:
     schedule, workload = drawn
     check(schedule, workload)
@@ -46,7 +46,7 @@ def test_every_wait_is_needed(drawn: tuple[Schedule, Workload]) -> None:
             check(mutant, workload)
 
 
-@given(schedules())
+@given(schedules(may_be_eager=True))
 def test_dropped_and_repeated_actions_are_refused(drawn: tuple[Schedule, Workload]) -> None:
     schedule, workload = drawn
     for fault, mutant in (*with_one_action_dropped(schedule), *with_one_action_repeated(schedule)):
@@ -55,7 +55,7 @@ def test_dropped_and_repeated_actions_are_refused(drawn: tuple[Schedule, Workloa
             check(mutant, workload)
 
 
-@given(plans())
+@given(plans(may_be_eager=True))
 def test_there_are_at_most_as_many_slots_as_streamed_units(plan: UpdatePlan) -> None:
     streamed = [
         unit.numel
@@ -88,6 +88,14 @@ def test_a_plan_without_slots_or_with_missing_placements_is_refused(
         UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=num_slots)
 
 
+@pytest.mark.parametrize("unit", [0, 2])
+def test_a_persistent_or_streamed_unit_is_not_eager(unit: int) -> None:
+    persistent = Unit(0, (Range(0, 0, 9),), is_persistent=True)
+    workload = Workload((persistent, *(Unit(index, (Range(index, 0, 9),)) for index in (1, 2))))
+    with pytest.raises(ValueError, match=rf"persistent unit is not eager, found \[{unit}\]"):
+        UpdatePlan(workload=workload, placements=(CPU, CPU, STREAMED), num_slots=1, eager=frozenset({1, unit}))
+
+
 # The lowering passes, each with the expected result
 
 
@@ -98,7 +106,7 @@ def test_units_are_merged_by_progress() -> None:
     assert forward_order(WORKLOAD, (CPU, STREAMED, RESIDENT, RESIDENT)) == (2, 3, 1, 0)
 
 
-@given(plans(), st.randoms())
+@given(plans(may_be_eager=True), st.randoms())
 def test_a_plan_executes_the_order_that_it_names(plan: UpdatePlan, random: Random) -> None:
     order = list(range(len(plan.placements)))
     random.shuffle(order)
@@ -154,6 +162,19 @@ def test_only_waits_that_lane_order_does_not_imply_are_inserted() -> None:
     )
 
 
+def test_an_eager_unit_is_speculated_committed_and_published() -> None:
+    actions = UpdatePlan(workload=WORKLOAD, placements=MIXED, num_slots=1, eager=frozenset({3})).schedule.actions
+    assert [str(action) for action in actions[:5]] == lines(
+        """
+        CPU_STEP 0
+        PUBLISH 0 after CPU_STEP 0
+        SPECULATE 3
+        COMMIT 3
+        PUBLISH 3 after COMMIT 3
+        """
+    )
+
+
 # Schedules that must be refused, each with its failing action
 
 
@@ -177,6 +198,20 @@ STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_S
             [9, 9],
             "A wait names an action of another lane; CPU_STEP 0 is on the same",
             "CPU_STEP 1",
+        ),
+        (
+            "COMMIT 0\nSPECULATE 0\nPUBLISH 0 after COMMIT 0",
+            [9],
+            "in that order; found COMMIT SPECULATE PUBLISH",
+            "PUBLISH 0",
+        ),
+        ("SPECULATE 0\nPUBLISH 0 after SPECULATE 0", [9], "SPECULATE COMMIT PUBLISH, in that order", "PUBLISH 0"),
+        ("SPECULATE 0\nCOMMIT 0", [9], "in that order; found SPECULATE COMMIT", "COMMIT 0"),
+        (
+            "SPECULATE 0\nCOMMIT 0\nPUBLISH 0 after SPECULATE 0",
+            [9],
+            "PUBLISH 0 may start before COMMIT 0",
+            "PUBLISH 0",
         ),
         ("CPU_STEP 7\nPUBLISH 7 after CPU_STEP 7", [9], "There are 1 units", "CPU_STEP 7"),
         ("CPU_STEP 0 slot 0\nPUBLISH 0 after CPU_STEP 0", [9], "Only a streamed unit uses a slot", "CPU_STEP 0"),
@@ -208,7 +243,7 @@ def test_a_unit_that_changes_its_slot_is_refused() -> None:
         check(schedule(text, num_slots=2), Workload.from_numels([9]))
 
 
-@given(schedules(), st.integers(-3, -1))
+@given(schedules(may_be_eager=True), st.integers(-3, -1))
 def test_negative_units_and_slots_are_refused(drawn: tuple[Schedule, Workload], number: int) -> None:
     """Check negative indices, which Python would count from the end: two slots could be taken for one."""
     schedule, workload = drawn

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 
 from perf_model.prediction.cost import CostModel, Load, Resource, relative_speeds
-from perf_model.prediction.overlap_windows import ALLOWED_IN_BACKWARD, Windows
+from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
+from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.timeline import Phase
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.placement import Placement
@@ -101,7 +103,7 @@ def test_only_prefetches_start_in_backward() -> None:
 def test_backward_hides_the_prefetches_that_fill_the_slots_and_no_others() -> None:
     update_plan = plan((CPU, *(STREAMED,) * 4), 3)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=100.0))
-    starts_s = [span.start_s for span in timeline.spans if span.action.kind is ALLOWED_IN_BACKWARD]
+    starts_s = [span.start_s for span in timeline.spans if span.action.kind is ActionKind.PREFETCH]
     assert starts_s[:3] == pytest.approx([-3.0, -2.0, -1.0])
     assert starts_s[3] == pytest.approx(1.001), "after the first is flushed"
 
@@ -209,7 +211,7 @@ def test_the_next_backward_hides_neither_updates_nor_the_copies_of_parameters() 
     assert exposed_s == pytest.approx(10 - 0.25), "the GPU updates the second unit in 10 s"
 
 
-@given(plans(10**9), costs, windows)
+@given(plans(10**9, may_be_eager=True), costs, windows)
 def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_exposed_time(
     update_plan: UpdatePlan, model: CostModel, overlap: Windows
 ) -> None:
@@ -256,10 +258,60 @@ def test_fair_sharing_slows_actions_equally_and_uses_the_whole_capacity() -> Non
     assert relative_speeds(loads, capacities) == pytest.approx([0.75, 0.75, 1.0])
 
 
+def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() -> None:
+    # Backward completes a third of the parameters per second, the last unit first: units 2 and 1 at -2 and -1 s.
+    eager = replace(plan((CPU,) * 3, 1), eager=frozenset({1, 2}))
+    overlap = Windows(backward_s=3.0, forward_s=3.0)
+    assert overlap.completed_s(eager.workload) == pytest.approx({0: 0.0, 1: -1.0, 2: -2.0})
+
+    def starts_s(model: CostModel, windows: Windows, update_plan: UpdatePlan = eager) -> dict[str, float]:
+        spans = simulate(update_plan.schedule, update_plan.workload, model, windows).spans
+        return {span.action.name: span.start_s for span in spans}
+
+    quick = starts_s(cost(cpu=2e9), overlap)
+    assert quick == pytest.approx(
+        {
+            **{"CPU_STEP 0": 0.0, "SPECULATE 1": -1.0, "SPECULATE 2": -2.0, "COMMIT 1": 0.5, "COMMIT 2": 0.5},
+            **{"PUBLISH 0": 0.5, "PUBLISH 1": 0.5 + 1 / 6, "PUBLISH 2": 0.5 + 2 / 6},
+        }
+    )
+    # With 1.5 s each, unit 1 starts when unit 2 is done, and delays unit 0 by 1 s.
+    slow = starts_s(cost(cpu=1 / 1.5e-9), overlap)
+    assert (slow["SPECULATE 2"], slow["SPECULATE 1"], slow["CPU_STEP 0"]) == pytest.approx((-2.0, -0.5, 1.0))
+    # With 2.5 s, unit 1 has not started at second 0, and follows in the order of the schedule.
+    slower = starts_s(cost(cpu=4e8), overlap)
+    assert (slower["SPECULATE 2"], slower["CPU_STEP 0"], slower["SPECULATE 1"]) == pytest.approx((-2.0, 0.5, 3.0))
+    # Forward uses unit 2 first, so that unit 0 would be complete first.
+    reverse = starts_s(cost(cpu=2e9), replace(overlap, first_use=(2, 1, 0)))
+    assert (reverse["SPECULATE 1"], reverse["SPECULATE 2"]) == pytest.approx((-1.0, 0.5))
+    # An update that ends inside of step() has no window.
+    assert min(starts_s(cost(), Windows()).values()) == 0.0
+    # Prefetches start as late as without eager units.
+    mixed = replace(plan((CPU, STREAMED, CPU), 1), eager=frozenset({2}))
+    assert starts_s(cost(), overlap, mixed)["PREFETCH 1"] == pytest.approx(-1.0)
+    assert starts_s(cost(), overlap, mixed)["SPECULATE 2"] == pytest.approx(-2.0)
+
+
+def test_eager_units_hide_in_backward_and_slow_it_down() -> None:
+    eager = replace(plan((CPU,) * 3, 1), eager=frozenset({1, 2}))
+    overlap = Windows(backward_s=3.0, forward_s=3.0, slowdown=Slowdown(cpu=0.25))
+    timeline = simulate(eager.schedule, eager.workload, cost(cpu=2e9), overlap)
+    # Beside two updates of half a second each, backward loses a quarter of each; forward waits for unit 0.
+    assert overlap.added_time(timeline, eager.workload, cost()) == pytest.approx((0.5 + 1 / 6, 0.25))
+    phases = overlap.phases(timeline, eager.workload, cost())
+    assert (phases[0].start_s, phases[-1].end_s) == pytest.approx((-3.25, 3.0 + 0.5 + 1 / 6))
+    in_step = replace(overlap, forward_s=0.0)
+    assert in_step.added_time(timeline, eager.workload, cost()) == pytest.approx((0.5 + 3 / 6, 0.25))
+    # Prefetches in the tail of backward, and a flush in the next one, slow it down also.
+    streamed, slow_copies = plan((STREAMED,), 1), replace(overlap, forward_s=0.25, slowdown=Slowdown(copies=0.5))
+    timeline = simulate(streamed.schedule, streamed.workload, cost(), slow_copies)
+    assert slow_copies.added_time(timeline, streamed.workload, cost()) == pytest.approx((0.001, 0.5 + 0.25 + 0.25))
+
+
 # Properties of every simulation
 
 
-@given(schedules(), costs, windows)
+@given(schedules(may_be_eager=True), costs, windows)
 def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
     drawn: tuple[Schedule, Workload], model: CostModel, overlap: Windows
 ) -> None:
@@ -268,14 +320,19 @@ def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
     assert tuple(span.action for span in timeline.spans) == schedule.actions
     ends = {span.action.name: span.end_s for span in timeline.spans}
     lane_ends = dict.fromkeys(Lane, -overlap.backward_s)
+    completed_s = overlap.completed_s(workload)
     used = dict.fromkeys(Resource, 0.0)
     for span in timeline.spans:
         action, numel = span.action, workload.units[span.action.unit].numel
         load = model.load(action.kind, numel)
-        assert span.start_s >= max([lane_ends[action.lane], *(ends[name] for name in action.waits)])
-        assert span.start_s >= 0.0 or action.kind is ALLOWED_IN_BACKWARD
+        assert span.start_s >= max((ends[name] for name in action.waits), default=-overlap.backward_s)
+        if span.start_s < 0.0 and action.kind is ActionKind.SPECULATE:
+            assert span.start_s >= completed_s[action.unit]
+        else:
+            assert span.start_s >= lane_ends[action.lane]
+            assert span.start_s >= 0.0 or action.kind is ActionKind.PREFETCH
         assert span.end_s - span.start_s >= load.total_s * (1 - 1e-6) - 1e-12
-        lane_ends[action.lane] = span.end_s
+        lane_ends[action.lane] = max(span.end_s, lane_ends[action.lane])
         for resource, amount in load.amounts.items():
             used[resource] += amount
     for resource, amount in used.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perf_model.planner import UNIT_SIZES, evaluate, plan_units
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets
 from perf_model.prediction.overlap_windows import Windows, slowest
-from perf_model.prediction.slowdown import NO_SLOWDOWN, ForwardProgress, Slowdown, SlowedForward, fit_slowdown
+from perf_model.prediction.slowdown import NO_SLOWDOWN, ModelProgress, Slowdown, SlowedForward, fit_slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.cutting import cut_into_units
@@ -32,12 +32,12 @@ def test_forward_takes_longer_beside_the_update_and_not_after_it() -> None:
     timeline = spans(
         (ActionKind.CPU_STEP, 0.0, 4.0), (ActionKind.PREFETCH, -1.0, 1.0), (ActionKind.FLUSH_STATES, 3.0, 6.0)
     )
-    progress = ForwardProgress(timeline, Slowdown(cpu=0.5, copies=0.25))
+    progress = ModelProgress(timeline, Slowdown(cpu=0.5, copies=0.25))
     # A quarter of the speed for 1 s, a half for 2 s, a quarter for 1 s, and three quarters for 2 s.
     for end_s, done_s in ((0.5, 0.125), (1.0, 0.25), (3.0, 1.25), (4.0, 1.5), (6.0, 3.0), (9.0, 6.0)):
         assert progress.end_s(0.0, done_s) == pytest.approx(end_s)
     assert progress.end_s(2.0, 0.75) == pytest.approx(4.0)
-    assert ForwardProgress(timeline, NO_SLOWDOWN).end_s(2.0, 0.75) == 2.75
+    assert ModelProgress(timeline, NO_SLOWDOWN).end_s(2.0, 0.75) == 2.75
 
 
 def test_the_time_that_forward_loses_is_no_exposed_time() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -45,6 +45,8 @@ class Habits:
     grad_dtypes: list[torch.dtype] = field(default_factory=list)
     """The dtype of each sub-group's gradients, fp32 if users set them. If the list is empty, all gradients are fp32."""
     params_on_host: bool = False
+    eager: bool = False
+    """Whether units on the CPU are eager. Some of their steps are speculated, some of these for other steps."""
     overlaps_flushes: bool = True
     """Whether some updates end on the caller's stream only, with flushes in flight."""
 
@@ -58,6 +60,7 @@ def deferred(
     """
     numels = [unit.numel for unit in plan.workload.units]
     plan = with_persistent(plan, habits.persistent)
+    plan = replace(plan, eager=plan.eligible_as_eager if habits.eager else frozenset())
     device = FakeDevice(timing)
     gathers = device.stream()
     whole = pinned_states(device, numels, dtype, grad_dtypes=habits.grad_dtypes, params_on_host=habits.params_on_host)
@@ -82,6 +85,8 @@ def deferred(
             executor.prefetch()
             if chance.random() < 0.2:
                 executor.sync_states_to_host()
+        if habits.eager:
+            speculate(executor, device, sorted(plan.eager), step, len(numels), random.Random(habits.seed + step))
         executor.begin([adam_step(step)] * len(numels))
         if plan.workload.persistent_unit is not None:
             executor.publish(0)
@@ -97,6 +102,24 @@ def deferred(
     device.current_stream().record(all_read)
     all_read.synchronize()
     return [*read, *tensors_of(whole)]
+
+
+def speculate(
+    executor: Executor, device: FakeDevice, eager: Sequence[int], step: int, sub_groups: int, chance: random.Random
+) -> None:
+    """Start the steps of some eager units, of the right step or of another one, and give the states back, or not.
+
+    A step that is speculated for other hyperparameters, or before the states are given back, is in vain.
+    """
+    ready = device.event()
+    device.current_stream().record(ready)
+    for grad_scale in chance.choice([(), (0.5,), (0.5,), (0.25,), (0.25, 0.5), (0.5, 0.25)]):
+        units = [unit for unit in eager if chance.random() < 0.7]
+        executor.speculate(units, [adam_step(step, grad_scale)] * sub_groups, ready)
+        if chance.random() < 0.2:
+            executor.sync_states_to_host()
+        if chance.random() < 0.2:
+            executor.forget_speculations(units[:1])
 
 
 def touch_persistent_params(device: FakeDevice, state: UnitState, habits: Habits) -> Iterator[torch.Tensor]:

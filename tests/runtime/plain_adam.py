@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
 
 
 class PlainAdam(AdamKernel):
@@ -13,12 +14,26 @@ class PlainAdam(AdamKernel):
 
     def __init__(self) -> None:
         self.begun: list[tuple[AdamStep, ...]] = []
+        self._steps: tuple[AdamStep, ...] = ()
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self.begun.append(tuple(steps))
+        self._steps = tuple(steps)
+
+    def assume_step(self, steps: Sequence[AdamStep]) -> None:
+        self._steps = tuple(steps)
+
+    def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
+        for update in updates:
+            tensors = update.tensors
+            if update.updated is not None:
+                for new, old in zip(update.updated, (tensors.master, tensors.exp_avg, tensors.exp_avg_sq), strict=True):
+                    new.copy_(old)
+                tensors = replace(tensors, **update.updated._asdict())
+            self.update(update.sub_group, tensors, update.element_range)
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        step = self.begun[-1][sub_group]
+        step = self._steps[sub_group]
         master, exp_avg, exp_avg_sq = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
         grad = tensors.grad.float() * step.grad_scale
         exp_avg.lerp_(grad, 1 - step.beta1)

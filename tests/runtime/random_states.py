@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
-from deep_opt_states.runtime.state import Packing, Resident, Slot, UnitPart, UnitState
-from perf_model.schedule.happens_before import CHAINS
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, UpdatedStates
+from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
+from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
@@ -109,11 +109,22 @@ def place(states: Sequence[UnitState], schedule: Schedule, device: Device[Any]) 
     The schedule need not be a safe one.
     """
     placements = {frozenset(chain): placement for placement, chain in CHAINS.items()}
+    placements[frozenset(EAGER_CHAIN)] = Placement.CPU
     for index, state in enumerate(states):
         kinds = frozenset(action.kind for action in schedule.actions if action.unit == index)
         state.placement = placements[kinds]
         is_resident = state.placement is Placement.RESIDENT
         state.resident = Resident(Slot.reserve(device, state.length)) if is_resident else None
+        state.shadow = shadow_of(state, device) if kinds == frozenset(EAGER_CHAIN) else None
+
+
+def shadow_of(state: UnitState, device: Device[Any]) -> Shadow:
+    """Return memory for the second version of the states, and let the unit's steps round to memory of their own."""
+    for part in state.parts:
+        if part.rounded is part.param or part.rounded is part.master:
+            part.rounded = device.empty_host(part.elements.numel, part.param.dtype)
+    numels = [part.elements.numel for part in state.parts]
+    return Shadow([UpdatedStates(*(device.empty_host(numel, torch.float32) for _ in range(3))) for numel in numels])
 
 
 def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:

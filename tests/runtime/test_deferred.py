@@ -72,6 +72,7 @@ def habits_of(draw: st.DrawFn, plan: UpdatePlan) -> Habits:
         persistent=[draw(cut_up(unit.numel)) for unit in plan.workload.units],
         grad_dtypes=[draw(st.sampled_from(GRAD_DTYPES)) for _ in plan.workload.units],
         params_on_host=draw(st.booleans()),
+        eager=draw(st.booleans()),
     )
 
 

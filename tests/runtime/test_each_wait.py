@@ -144,7 +144,7 @@ def updates_in_forward() -> Iterator[Scenario]:
     ]
     for persistent, plan in settings:
         for number, timing in enumerate([*late_lanes(7), *map(Seeded, range(20))]):
-            habits = Habits(seed=number, persistent=persistent, writes=number % 2 == 0)
+            habits = Habits(seed=number, persistent=persistent, writes=number % 2 == 0, eager=number % 3 == 0)
             yield partial(_updates_in_forward, plan, timing, habits)
 
 

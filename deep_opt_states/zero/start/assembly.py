@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from deep_opt_states.zero.start.node_share import (
     SharingRanks,
     check_free_memory,
     check_locking,
+    free_share_bytes,
     share_cores,
 )
 from deep_opt_states.zero.start.planning import PlannedRun, check_even_shards, make_plan
@@ -43,7 +45,7 @@ from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
 from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals
 from deep_opt_states.zero.step.staging import Staging
-from perf_model.prediction.memory import TrainingSetup, staging_numel
+from perf_model.prediction.memory import TrainingSetup, memory_of, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
@@ -64,6 +66,8 @@ class Context:
     host_adam: AdamKernel
     defers: bool
     """Whether updates may run during the next forward; the same on every rank."""
+    free_host_bytes: Callable[[], int]
+    """Returns this rank's share of the free host memory, of which the planner may use half for eager units."""
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -131,6 +135,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     raise_together(lambda: refuse_rules_without_effect(config, optimizer.module, trained))
     choice = raise_together(lambda: _choose_host_adam(optimizer, share, resources))
     config, updates_parts = _with_whole_sub_groups_if_needed(config, choice)
+    ranks = SharingRanks.gather(Ranks())
     context = Context(
         optimizer=optimizer,
         accelerator=accelerator,
@@ -140,6 +145,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         share=share,
         host_adam=choice.kernel,
         defers=config.overlap_forward and updates_parts,
+        free_host_bytes=partial(free_share_bytes, ranks) if config.plans_eager else lambda: 0,
     )
     if not context.defers:
         sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
@@ -149,7 +155,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     # Immediately, because the rest of the start prints warnings of other libraries.
     for line in planned.at_start():
         log_rank_0(line)
-    _check_host_memory(context, planned.plan)
+    _check_host_memory(context, planned.plan, ranks)
     return raise_together(lambda: _build(context, planned, resources))
 
 
@@ -236,7 +242,7 @@ def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tu
             f"({choice.why or 'the log of that rank has the reason'}).\n"
             f'Remove the cause, or use another "placement", for example "planned".'
         )
-    return config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS}), False
+    return config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS, "eager": False}), False
 
 
 def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) -> None:
@@ -249,12 +255,15 @@ def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) ->
         )
 
 
-def _check_host_memory(context: Context, plan: UpdatePlan) -> None:
+def _check_host_memory(context: Context, plan: UpdatePlan, ranks: SharingRanks) -> None:
     """Raise ``HostMemoryError`` on every rank if the states of all ranks do not fit, or cannot be page-locked."""
     slab_bytes, numel = context.setup.widths.slab_bytes(plan.workload), plan.workload.numel
-    ranks = SharingRanks.gather(Ranks())
     # Every rank checks before any allocates memory that another would then find missing.
-    raise_together(lambda: check_free_memory(slab_bytes, numel, ranks, FreeHostMemory.measure()))
+    raise_together(
+        lambda: check_free_memory(
+            slab_bytes + memory_of(plan, context.setup).eager_bytes, numel, ranks, FreeHostMemory.measure()
+        )
+    )
     # After every rank has checked: a trial takes memory that another rank would find missing.
     device = context.accelerator.device
     raise_together(lambda: check_locking(slab_bytes, numel, device, machine.memlock_limit_bytes()))

@@ -89,6 +89,15 @@ class SharingRanks:
         return cls(on_node=sum(kernel == here[0] for kernel, _ in locations), in_container=locations.count(here))
 
 
+def free_share_bytes(ranks: SharingRanks) -> int:
+    """Return this rank's share of the host memory that is free now."""
+    free = FreeHostMemory.measure()
+    shares = [free.available_bytes // ranks.on_node]
+    if free.container_bytes is not None:
+        shares.append(free.container_bytes // ranks.in_container)
+    return max(0, min(shares))
+
+
 def check_free_memory(slab_bytes: int, numel: int, ranks: SharingRanks, free: FreeHostMemory) -> None:
     """Raise ``HostMemoryError`` unless ``slab_bytes`` for ``numel`` parameters on each of ``ranks`` are ``free``."""
     for place, sharing, limit, allowed_bytes, remedy in (

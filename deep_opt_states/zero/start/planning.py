@@ -86,6 +86,7 @@ def make_plan(
             windows=Windows(),
             setup=setup,
             rules=config.rules,
+            all_eager=config.all_eager,
         )
         if budget is not None:
             # Rules do not ask for sums of other units on the accelerator, which the plan below also counts.

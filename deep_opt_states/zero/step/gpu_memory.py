@@ -110,8 +110,14 @@ class GpuMemory:
     """The accelerator memory of the plan that ``running`` runs, under the rules at the top of this file."""
 
     def __init__(
-        self, running: RunningPlan, request: PlanRequest, budget: GpuBudget, before_move: Callable[[], None]
+        self,
+        running: RunningPlan,
+        request: PlanRequest,
+        budget: GpuBudget,
+        before_move: Callable[[], None],
+        free_host_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._free_host_bytes = free_host_bytes
         self.budget, self._running, self._request, self._before_move = budget, running, request, before_move
         self.of_training = AllocatorWatch()
         self.bytes = self._bytes_of_running()
@@ -171,10 +177,12 @@ class GpuMemory:
         """Plan for the least memory and the slowest of all ranks, and return whether the plan is a new one."""
         # The last update may not be reported yet, and ``windows`` needs it.
         self._before_move()
-        seen = gather_values((self.budget.bytes, self._need_is_known, self._running.windows.windows()))
-        windows = [windows for _, _, windows in seen if windows is not None]
+        held_bytes = memory_of(self._running.plan, self._request.setup).eager_bytes
+        eager_bytes = (self._free_host_bytes() + held_bytes) // 2
+        seen = gather_values((self.budget.bytes, self._need_is_known, self._running.windows.windows(), eager_bytes))
+        windows = [windows for _, _, windows, _ in seen if windows is not None]
         are_measured = len(windows) == len(seen)
-        if not self._plans_for_less and not (are_measured and all(is_known for _, is_known, _ in seen)):
+        if not self._plans_for_less and not (are_measured and all(is_known for _, is_known, *_ in seen)):
             # The backward of a forward that needs more than any before may need the memory. An interrupt may have
             # prevented a measurement.
             if not are_measured:
@@ -183,8 +191,9 @@ class GpuMemory:
         before, must_move = self._request, self._plans_for_less
         if are_measured:
             self._request = replace(before, windows=slowest(windows))
-        gpu_bytes = max(before.fixed_bytes, min(budget_bytes for budget_bytes, _, _ in seen))
-        self._request = replace(self._request, budgets=Budgets(gpu_bytes=gpu_bytes), uses=self._running.uses)
+        gpu_bytes = max(before.fixed_bytes, min(budget_bytes for budget_bytes, *_ in seen))
+        budgets = Budgets(gpu_bytes=gpu_bytes, eager_bytes=min(of_rank for *_, of_rank in seen))
+        self._request = replace(self._request, budgets=budgets, uses=self._running.uses)
         self._planned_for, self._plans_for_less = self.budget.bytes, False
         self._next_plan = self._after_plan(is_for_less=must_move)
         memory = f"{gigabytes(before.budgets.gpu_bytes or 0)} -> {gigabytes(gpu_bytes)}"

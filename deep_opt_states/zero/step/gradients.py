@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deep_opt_states.device.interface import Event
 from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, is_boundary, l2_norm, place_of_gradient
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
 from deep_opt_states.zero.step.staging import GradientTraffic, Staging
@@ -39,6 +41,7 @@ class Gradients:
         self._optimizer = optimizer
         self._staging = staging
         self.set_buffers(buffers)
+        self._write_numbers = count(1)
         self._waited_for_copies = False
         """Whether the current stream waits for the copies of all sums to which the current bucket may be added."""
         self._in_fp32: dict[int, torch.Tensor] = {}
@@ -51,6 +54,8 @@ class Gradients:
         """Whether ``_written`` has the gradients of a complete window, for which no update has begun."""
         self._summed: dict[int, Parameter] = {}
         """The parameters with a sum in this accumulation window, to which the next gradient is added, by ``ds_id``."""
+        self._writes: dict[int, int] = {}
+        """The number of the last write to each buffer, by its index: counted before the memory changes."""
         self._unscaled: dict[int, float] = {}
         """The factor that stock would have multiplied into the gradient, by ``ds_id``: our kernels only read them."""
 
@@ -123,6 +128,28 @@ class Gradients:
         self._stale |= {ds_id: param for ds_id, param in self._summed.items() if ds_id not in self._written}
         self._summed.clear()
 
+    def is_written(self, param: Parameter) -> bool:
+        """Return whether the gradient of this window is complete."""
+        return param.ds_id in self._written
+
+    def parts_by_param(self) -> dict[int, list[int]]:
+        """Return the indices of the buffers that hold a part of a gradient that this rank has, by ``ds_id``."""
+        return {
+            param.ds_id: [segment.index for segment in self._segments.of_param(param)]
+            for param in self._params()
+            if has_gradient_here(self._optimizer, param)
+        }
+
+    def writes_to(self, parts: Sequence[int]) -> list[int]:
+        """Return the number of the last write to each of these buffers."""
+        return [self._writes.get(part, 0) for part in parts]
+
+    def record_copies(self, event: Event) -> bool:
+        """Record ``event`` behind the copies to host memory, and return whether there are any to wait for."""
+        if self._staging is not None:
+            self._staging.record_copies(event)
+        return self._staging is not None
+
     def finish_window(self) -> None:
         """Complete the sums of a window that ``step()`` ends, with ``"managed_gradient_accumulation": false``."""
         for param in self._params():
@@ -143,6 +170,7 @@ class Gradients:
             if ds_id not in self._written:
                 self._forget_fp32(param)
                 for segment in self._segments.of_param(param):
+                    self._count_write(segment)
                     segment.view(segment.buffer.grad).zero_()
         self._is_complete = True
         self._summed.clear()
@@ -210,6 +238,8 @@ class Gradients:
     def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
         """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now."""
         segments = self._segments.of_param(param, partition.numel())
+        for segment in segments:
+            self._count_write(segment)
         # DeepSpeed has converted the partition to the accumulation dtype, so that this copies nothing.
         total = partition.view(-1).to(segments[0].buffer.grad.dtype)
         accumulators = [segment.view(segment.buffer.accumulator) for segment in segments]
@@ -251,6 +281,7 @@ class Gradients:
         segments = self._segments.of_param(param)
         parts = []
         for segment in segments:
+            self._count_write(segment)
             part = segment.view(segment.buffer.accumulator)
             if self._in_host_memory(part):
                 self.wait_for_copies()
@@ -264,6 +295,9 @@ class Gradients:
             if segment.buffer.device_accumulator is not None:
                 self._send(segment, total)
         self._complete(param, total)
+
+    def _count_write(self, segment: Segment) -> None:
+        self._writes[segment.index] = next(self._write_numbers)
 
     def _complete(self, param: Parameter, total: torch.Tensor) -> None:
         """Record the norm of the complete gradient ``total``, which replaces one that the user has set."""

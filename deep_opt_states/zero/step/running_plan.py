@@ -67,6 +67,8 @@ class RunningPlan:
 
         No update is in flight, and no window is open. Without enough memory, the plan stays evicted.
         """
+        # The units are built anew, without the shadows that may be current.
+        self.executor.sync_states_to_host()
         self.is_evicted = False
         try:
             self._set(self.plan)

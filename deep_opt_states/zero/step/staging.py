@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deep_opt_states.device.interface import Device
+from deep_opt_states.device.interface import Device, Event
 from perf_model.prediction.memory import NUM_STAGING_BUFFERS
 
 
@@ -96,6 +96,10 @@ class Staging:
             self.traffic.h2d_bytes += piece.nbytes
             self.traffic.h2d_copies += 1
         self._device.current_stream().record(self._free[self._next])
+
+    def record_copies(self, event: Event) -> None:
+        """Mark all flushed copies with ``event``."""
+        self._d2h.record(event)
 
     def wait_for_copies(self) -> None:
         """Make the current stream wait until all flushed gradients are in host memory."""

@@ -133,6 +133,7 @@ def compare(case: Case, arms: list[ParityArm]) -> dict[str, Any]:
         found[str(arm)] = {
             "class": record.optimizer_class,
             "deferred": record.deferred,
+            "plans": _plans(arm.resumed_by),
             "differences": differences(expected, record),
         }
     return {"name": case.name, "arms": found, "numbers": expected.numbers}

@@ -39,8 +39,9 @@ BLOCKS: tuple[dict[str, Any], ...] = (
     {"placement": "streamed", "num_slots": 1},
     {"placement": [{"match": "*", "states": "resident"}]},
     {"placement": "streamed", "overlap_forward": False},
+    {"placement": "cpu", "eager": True},
 )
-"""One for each placement, and one in which updates end inside ``step()``."""
+"""One for each placement, one in which updates end inside ``step()``, and one in which they start in backward."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

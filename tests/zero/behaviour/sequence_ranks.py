@@ -334,7 +334,14 @@ def drawn(seed: int) -> tuple[Case, RandomShape, list[tuple[Call, int]], Block]:
     serial = seed % 4 == 3
     case = Case(
         name=f"sequence {seed}",
-        blocks=({**random_block(rng), "overlap_forward": True, "overlap_backward": rng.random() < 0.7},),
+        blocks=(
+            {
+                **random_block(rng),
+                "overlap_forward": True,
+                "overlap_backward": rng.random() < 0.7,
+                "eager": seed % 2 == 1,
+            },
+        ),
         world_size=dist.get_world_size(),
         clip=rng.choice((0.0, 0.3)),
         accumulation=rng.choice((1, 1, 2)),

@@ -37,7 +37,7 @@ from perf_model.schedule.placement import Placement
 from tests.fork_server import import_all
 from tests.launch import answer
 from tests.zero.moves.random_plans import moves_in_turn
-from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case
+from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
 from tests.zero.rank_group import Group
@@ -46,7 +46,7 @@ from tests.zero.tensor_parallel.layouts import MODEL_RANKS, layouts
 from tests.zero.tensor_parallel.tensor_parallel_ranks import closing_engine_of, tokens_of
 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
-BLOCKS = (STRIDE_2, CPU, STREAMED_ONE_SLOT, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})
+BLOCKS = (STRIDE_2, eager(CPU), STREAMED_ONE_SLOT, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})
 
 PHASES = ("save", "load", "promotion", "update", "backward", "forward")
 PARTS = {"load": 5, "promotion": 2, "update": 4}

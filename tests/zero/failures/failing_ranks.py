@@ -2,7 +2,8 @@
 
 The arguments are the lanes on which the update fails. Each lane is tried with an update that ends in ``step()``, and
 with one that is in flight during the next forward. In the second case no rank stops alone: all ranks stop at the first
-call that uses or saves the inconsistent states. The argument ``between`` lets rank 1 fail between two updates.
+call that uses or saves the inconsistent states. The argument ``between`` lets rank 1 fail between two updates, and
+``speculation`` in a step that an eager unit speculates in backward.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.zero.step import update
 from perf_model.schedule.placement import Placement
 from tests.kernels.intercepted import before_each_update
-from tests.zero.parity.case import STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case
+from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder, train
 from tests.zero.process_group import process_group
 from tests.zero.races.delayed_ranks import logged_collectives
+from tests.zero.speculations import wait_for_speculations
 
 CASE = Case(
     name="failing",
@@ -136,15 +138,19 @@ def must_recover(engine: Any, folder: Path) -> None:
     assert not list(folder.glob("inconsistent16/*.bin"))
     engine.load_checkpoint(str(folder))
     step(engine)
-    found = Record()
-    collect(engine.optimizer, found)
     resumed = make_engine(CASE, None)
     resumed.load_checkpoint(str(folder))
     step(resumed)
-    expected = Record()
-    collect(resumed.optimizer, expected)
-    assert differences(expected, found) == []
+    must_be_equal(resumed, engine)
     resumed.destroy()
+
+
+def must_be_equal(expected: Any, found: Any) -> None:
+    """Check that two engines have states and parameters with the same bits."""
+    records = [Record(), Record()]
+    for engine, record in zip((expected, found), records, strict=True):
+        collect(engine.optimizer, record)
+    assert differences(*records) == []
 
 
 @contextmanager
@@ -228,11 +234,39 @@ def fails_between_updates() -> None:
         must_recover(engine, folder)
 
 
+def fails_in_speculation() -> None:
+    """Check a failure in backward: it is one of the update that keeps the speculated step, and none of another one."""
+    with trained(eager(CPU)) as (engine, folder), trained(None) as (stock, _):
+        # The norm of every step is larger than ``CASE.clip``: the speculated step is void.
+        backward_with_failure(engine)
+        engine.step()
+        step(engine)
+        for _ in range(2):
+            step(stock)
+        must_be_equal(stock, engine)
+        engine.optimizer.clip_grad = 0.0
+        backward_with_failure(engine)
+        engine.step()
+        must_raise_everywhere(lambda: evaluate(engine))
+        engine.optimizer.clip_grad = CASE.clip
+        must_recover(engine, folder)
+
+
+def backward_with_failure(engine: Any) -> None:
+    loss = forward(engine)
+    with failing_update(engine, "cpu"):
+        engine.backward(loss)
+        failures = [type(error) for error in wait_for_speculations(engine) if error is not None]
+    assert failures == [InjectedFailure] * dist.get_rank(), failures
+
+
 def main(places: list[str]) -> None:
     """Check the failures at each of ``places``, and print one line per place."""
     for place in places:
         if place == "between":
             fails_between_updates()
+        elif place == "speculation":
+            fails_in_speculation()
         else:
             fails_in_step(place)
             fails_in_forward(place)

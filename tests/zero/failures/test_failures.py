@@ -18,10 +18,11 @@ def test_a_failed_update_on_any_lane_stops_every_rank_and_a_checkpoint_recovers(
 
 
 @pytest.mark.promise("P6")
-def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers() -> None:
-    for finished in run_ranks(2, ["-m", "tests.zero.failures.failing_ranks", "between"], timeout_s=120):
+@pytest.mark.parametrize("place", ["between", "speculation"])
+def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers(place: str) -> None:
+    for finished in run_ranks(2, ["-m", "tests.zero.failures.failing_ranks", place], timeout_s=120):
         assert finished.returncode == 0, finished.output[-4000:]
-        assert "recovered on between" in finished.output
+        assert f"recovered on {place}" in finished.output
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs to move threads between")

@@ -7,7 +7,7 @@ import pytest
 from tests.launch import run_ranks
 from tests.tiers import thorough
 
-BLOCKS = ("cpu", "stride", "streamed", "resident")
+BLOCKS = ("cpu", "stride", "streamed", "resident", "eager")
 
 
 ON = {"cpu": (), "software_gpu": ("--on", "software_gpu", "--adversary", "lazy")}
@@ -38,7 +38,7 @@ def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("block", "ranks", "on"),
-    [*((block, 1, on) for block in BLOCKS for on in ON), ("stride", 2, "cpu")],
+    [*((block, 1, on) for block in BLOCKS for on in ON), ("stride", 2, "cpu"), ("eager", 2, "cpu")],
 )
 def test_each_wait_of_the_host_can_be_interrupted_and_repeated(block: str, ranks: int, on: str) -> None:
     """Check an interrupt of all ranks in the same wait, which is a collective if there are several ranks."""

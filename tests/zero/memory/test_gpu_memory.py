@@ -161,11 +161,11 @@ def test_a_plan_is_reconsidered_once_when_its_copies_slow_down_forward(training:
 
 
 def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(training: TrainingOfOneRank) -> None:
-    unknown_need, unmeasured = (5 * GB, False, WINDOWS), (5 * GB, True, None)
+    unknown_need, unmeasured = (5 * GB, False, WINDOWS, 0), (5 * GB, True, None, 0)
     for peer in (unknown_need, unmeasured):
         training.peers = [peer]
         assert not any(training.step() for _ in range(FIRST_STEPS + 3))
-    training.peers = [(5 * GB, True, WINDOWS)]
+    training.peers = [(5 * GB, True, WINDOWS, 0)]
     assert training.step()
     assert 0 < training.held_bytes <= 5 * GB, "the least of all ranks"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-CPU = {"placement": "cpu"}
+CPU: dict[str, Any] = {"placement": "cpu"}
 STREAMED = {"placement": "streamed", "unit_size": 300}
 STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
 STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
@@ -30,6 +30,11 @@ EVERY_PLACEMENT = (
     STRIDE_BEYOND,
     STRIDE_OF_SUB_GROUPS,
 )
+
+
+def eager(block: dict[str, Any]) -> dict[str, Any]:
+    """Return ``block`` with updates in backward of all units that the CPU updates."""
+    return {**block, "eager": True}
 
 
 def by_sub_group(*states: str) -> dict[str, Any]:

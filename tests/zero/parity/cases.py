@@ -18,6 +18,7 @@ from tests.zero.parity.case import (
     Case,
     ParamGroup,
     by_sub_group,
+    eager,
 )
 
 BASE_GROUP = ParamGroup()
@@ -56,6 +57,8 @@ CASES = (
         blocks=(
             *EVERY_PLACEMENT,
             *({**STRIDE_3, **switches} for switches in (SERIAL, WITHOUT_FORWARD_OVERLAP, WITHOUT_BACKWARD_OVERLAP)),
+            eager(CPU),
+            eager({**STRIDE_3, **WITHOUT_FORWARD_OVERLAP}),
         ),
         clip=0.5,
     ),
@@ -67,7 +70,7 @@ CASES = (
     Case(name="planned, from a quick profile", blocks=({},), shares_host_memory=True),
     Case(
         name="2 ranks, fp16, shared host memory",
-        blocks=(CPU, {**CPU, **SERIAL}, STRIDE_2),
+        blocks=(CPU, {**CPU, **SERIAL}, eager(STRIDE_2)),
         world_size=2,
         dtype="fp16",
         clip=0.5,
@@ -97,14 +100,14 @@ CASES = (
     ),
     Case(
         name="rules by name, reload in process",
-        blocks=(RULES, {**OTHER_RULES, **SERIAL}, PLANNED_REST),
+        blocks=(RULES, {**OTHER_RULES, **SERIAL}, eager(RULES), PLANNED_REST),
         steps=12,
         reload=(5, 7),
         clip=0.5,
     ),
     Case(
         name="rules by name, one sub-group, two groups, fp32, resume",
-        blocks=(OTHER_RULES, PLANNED_REST),
+        blocks=(OTHER_RULES, eager(OTHER_RULES), PLANNED_REST),
         dtype="fp32",
         groups=(BASE_GROUP, DECAYING_GROUP),
         sub_group_size=10**9,
@@ -112,7 +115,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, rules by name, fp16, accumulation 2",
-        blocks=(RULES, OTHER_RULES, PLANNED_REST),
+        blocks=(RULES, OTHER_RULES, eager(RULES), PLANNED_REST),
         world_size=2,
         dtype="fp16",
         accumulation=2,
@@ -131,7 +134,7 @@ CASES = (
     Case(name="one sub-group", thorough=True, blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),
     Case(
         name="fp32, Adam, two groups, frozen, accumulation 3",
-        blocks=(STRIDE_2, STREAMED, {**STRIDE_2, **SERIAL}),
+        blocks=(STRIDE_2, STREAMED, {**STRIDE_2, **SERIAL}, eager(STRIDE_2)),
         dtype="fp32",
         adamw=False,
         groups=(BASE_GROUP, DECAYING_GROUP),
@@ -141,11 +144,35 @@ CASES = (
     ),
     Case(
         name="fp16, overflow, clipping",
-        blocks=(STRIDE_OF_SUB_GROUPS, STREAMED_ONE_SLOT, CPU, {**STREAMED_ONE_SLOT, **WITHOUT_FORWARD_OVERLAP}),
+        blocks=(
+            STRIDE_OF_SUB_GROUPS,
+            STREAMED_ONE_SLOT,
+            CPU,
+            {**STREAMED_ONE_SLOT, **WITHOUT_FORWARD_OVERLAP},
+            eager(CPU),
+        ),
         dtype="fp16",
         clip=0.5,
         steps=12,
         poisoned={2: 1e6, 7: INF},
+    ),
+    Case(
+        name="some steps clipped",
+        blocks=(eager(CPU), eager({**STRIDE_3, **WITHOUT_FORWARD_OVERLAP}), eager(RULES)),
+        clip=1.12,
+        steps=20,
+        groups=(BASE_GROUP, OTHER_BETAS_GROUP),
+    ),
+    Case(
+        name="2 ranks, some steps clipped, fp16, resume",
+        blocks=(eager(CPU),),
+        world_size=2,
+        dtype="fp16",
+        clip=0.72,
+        steps=12,
+        poisoned={4: 1e6},
+        groups=(BASE_GROUP, DECAYING_GROUP),
+        resume=True,
     ),
     Case(name="beta powers over 60 steps", blocks=(STRIDE_3,), steps=60),
     Case(
@@ -158,7 +185,7 @@ CASES = (
     ),
     Case(
         name="groups with betas a, b, a",
-        blocks=(STRIDE_2, {**CPU, **WITHOUT_FORWARD_OVERLAP}),
+        blocks=(STRIDE_2, {**CPU, **WITHOUT_FORWARD_OVERLAP}, eager(CPU)),
         groups=(BASE_GROUP, OTHER_BETAS_GROUP, BASE_GROUP),
         steps=55,
     ),
@@ -199,21 +226,21 @@ CASES = (
     ),
     Case(
         name="reload in process, without the moments",
-        blocks=(STRIDE_2, STREAMED),
+        blocks=(STRIDE_2, STREAMED, eager(CPU)),
         steps=12,
         reload=(5, 9),
         load_optimizer_states=False,
     ),
     Case(
         name="reload in process, one step after saving",
-        blocks=(STRIDE_3,),
+        blocks=(STRIDE_3, eager(STRIDE_3)),
         steps=20,
         reload=(11, 12),
         groups=(BASE_GROUP, OTHER_BETAS_GROUP),
     ),
     Case(
         name="inf and nan norm, clipping",
-        blocks=({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, CPU),
+        blocks=({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, CPU, eager(CPU)),
         poisoned={3: INF, 5: NAN},
         clip=0.5,
     ),
@@ -227,14 +254,14 @@ CASES = (
     Case(
         name="a parameter without any gradient",
         thorough=True,
-        blocks=(STRIDE_2, CPU),
+        blocks=(STRIDE_2, CPU, eager(CPU)),
         unused=True,
         accumulation=3,
         clip=0.5,
     ),
     Case(
         name="zero.Init, shared host memory",
-        blocks=(STRIDE_2,),
+        blocks=(STRIDE_2, eager(CPU)),
         zero_init=True,
         groups=(BASE_GROUP, DECAYING_GROUP),
         clip=0.5,
@@ -242,13 +269,13 @@ CASES = (
     ),
     Case(
         name="offloaded parameters",
-        blocks=(STRIDE_OF_SUB_GROUPS, CPU, OFFLOADED_MIX, {**OFFLOADED_MIX, **SERIAL}),
+        blocks=(STRIDE_OF_SUB_GROUPS, CPU, OFFLOADED_MIX, {**OFFLOADED_MIX, **SERIAL}, eager(CPU)),
         offload_param=True,
         clip=0.5,
     ),
     Case(
         name="2 ranks, fp32, offloaded parameters",
-        blocks=(OFFLOADED_MIX, STREAMED, CPU),
+        blocks=(OFFLOADED_MIX, STREAMED, CPU, eager(OFFLOADED_MIX)),
         world_size=2,
         dtype="fp32",
         offload_param=True,
@@ -257,13 +284,13 @@ CASES = (
     ),
     Case(
         name="torch autocast",
-        blocks=(STRIDE_2,),
+        blocks=(STRIDE_2, eager(STRIDE_2)),
         dtype="fp32",
         extra={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     ),
     Case(
         name="2 ranks, clipping, accumulation 3, two groups",
-        blocks=(STRIDE_2, {**STRIDE_OF_SUB_GROUPS, **SERIAL}, CPU),
+        blocks=(STRIDE_2, {**STRIDE_OF_SUB_GROUPS, **SERIAL}, CPU, eager(CPU)),
         world_size=2,
         clip=0.5,
         accumulation=3,
@@ -280,7 +307,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, accumulation managed by the caller",
-        blocks=(STRIDE_2, {**CPU, **WITHOUT_BACKWARD_OVERLAP}),
+        blocks=(STRIDE_2, eager(STRIDE_2), {**CPU, **WITHOUT_BACKWARD_OVERLAP}),
         world_size=2,
         accumulation=2,
         clip=0.5,
@@ -289,7 +316,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, gradients summed in fp32",
-        blocks=(STRIDE_2, CPU),
+        blocks=(STRIDE_2, CPU, eager(CPU)),
         world_size=2,
         accumulation=3,
         clip=0.5,
@@ -306,14 +333,14 @@ CASES = (
     ),
     Case(
         name="2 ranks, ZeRO++ hpZ",
-        blocks=(STRIDE_2, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}),
+        blocks=(STRIDE_2, eager(STRIDE_2), {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}),
         world_size=2,
         clip=0.5,
         zero={"zero_hpz_partition_size": 2},
     ),
     Case(
         name="2 ranks, reload, a parameter without any gradient",
-        blocks=(STRIDE_OF_SUB_GROUPS,),
+        blocks=(STRIDE_OF_SUB_GROUPS, eager(STRIDE_OF_SUB_GROUPS)),
         world_size=2,
         reload=(3, 5),
         unused=True,
@@ -321,7 +348,7 @@ CASES = (
     Case(
         name="3 ranks, clipping, two groups",
         thorough=True,
-        blocks=(STRIDE_2, {**STREAMED, **WITHOUT_BACKWARD_OVERLAP}),
+        blocks=(STRIDE_2, eager(CPU), {**STREAMED, **WITHOUT_BACKWARD_OVERLAP}),
         world_size=3,
         steps=30,
         sub_group_size=400,
@@ -347,7 +374,7 @@ CASES = (
     Case(
         name="4 ranks, fp32, accumulation 3, zero.Init",
         thorough=True,
-        blocks=(STRIDE_3,),
+        blocks=(STRIDE_3, eager(STRIDE_3)),
         world_size=4,
         dtype="fp32",
         accumulation=3,
@@ -357,7 +384,7 @@ CASES = (
     Case(
         name="resume",
         thorough=True,
-        blocks=({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, CPU),
+        blocks=({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, CPU, eager(CPU)),
         resume=True,
         steps=25,
         clip=0.5,
@@ -365,7 +392,7 @@ CASES = (
     ),
     Case(
         name="2 ranks, resume, fp16",
-        blocks=(STRIDE_OF_SUB_GROUPS,),
+        blocks=(STRIDE_OF_SUB_GROUPS, eager(STRIDE_OF_SUB_GROUPS)),
         world_size=2,
         dtype="fp16",
         resume=True,
@@ -374,7 +401,9 @@ CASES = (
 )
 """Cases whose bits must be those of stock."""
 
-MISSING_GRADIENTS = Case(name="no gradient in some steps", blocks=(STRIDE_2, CPU), sometimes=True, steps=10, clip=0.5)
+MISSING_GRADIENTS = Case(
+    name="no gradient in some steps", blocks=(STRIDE_2, CPU, eager(CPU)), sometimes=True, steps=10, clip=0.5
+)
 
 DEPARTURES = (
     replace(MISSING_GRADIENTS, skips_sometimes=frozenset({3, 4, 7})),

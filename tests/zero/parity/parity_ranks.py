@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch.distributed as dist
 
@@ -53,6 +53,7 @@ def result(stock: Record, variants: dict[str, Record]) -> Result:
         "stock class": stock.optimizer_class,
         "classes": {name: variant.optimizer_class for name, variant in variants.items()},
         "deferred": {name: [variant.deferred, len(variant.published)] for name, variant in variants.items()},
+        "speculations": {name: astuple(variant.speculations) for name, variant in variants.items()},
         "differences": {name: differences(stock, variant) for name, variant in variants.items()},
     }
 

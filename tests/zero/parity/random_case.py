@@ -17,7 +17,7 @@ def random_case(seed: int, world_size: int) -> Case:
     accumulation = rng.choice((1, 1, 2, 3))
     return Case(
         name=f"random {seed}",
-        blocks=(random_block(rng),),
+        blocks=({**random_block(rng), "eager": seed % 2 == 1},),
         world_size=world_size,
         dtype=dtype,
         steps=rng.randint(3, 6),

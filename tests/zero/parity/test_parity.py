@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 
+from deep_opt_states.zero.step.eager import MOST_IN_VAIN
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES
 from tests.zero.parity.naive_rewrites import NAIVE
@@ -64,6 +66,8 @@ def test_training_in_every_placement_and_setting_has_the_bits_of_stock(
             else:
                 assert forwards >= (case.steps - len(case.poisoned)) // 2, f"{variant}: too few deferred updates"
                 assert units >= min(2, len(result["numbers"]["step"])), f"{variant}: forward waited for too few units"
+            if "'eager': True" in variant and not (variant.endswith("to stock") or case.caller_accumulates):
+                check_speculations(case, result["numbers"]["norm"], *result["speculations"][variant])
         numbers = result["numbers"]
         assert (len(numbers["step"]) >= 4) == (case.sub_group_size < 10**9), "a case must have several sub-groups"
         if case.schedule and case.steps > 5:
@@ -73,6 +77,14 @@ def test_training_in_every_placement_and_setting_has_the_bits_of_stock(
             assert any(case.clip < norm < float("inf") for norm in numbers["norm"]), numbers["norm"]
         if not case.resume:
             assert numbers["skipped"][-1] >= len(case.poisoned)
+
+
+def check_speculations(case: Case, norms: list[float], kept: int, void: int) -> None:
+    """Check that steps of eager units were speculated, and were in vain exactly if the step was another one."""
+    unlikely = [norm for norm in norms if not norm <= (case.clip or math.inf)]
+    assert kept + void > 0
+    assert kept > 0 or len(unlikely) > MOST_IN_VAIN
+    assert void > 0 or not unlikely
 
 
 @pytest.mark.parametrize("name", [grouped(case.name, case) for case in DEPARTURES])

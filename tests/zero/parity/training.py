@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deep_opt_states.device.cpu import HostDevice
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import ParityNet, batch, param_groups
+from tests.zero.speculations import Speculations, counted_speculations
 
 Block = dict[str, Any] | None
 """The plugin's config block; None is stock DeepSpeed."""
@@ -42,6 +43,7 @@ class Record:
     """The units that forward waited for then, or found published."""
     placements: set[str] = field(default_factory=set)
     """The placements of the last plan's units, if the program records them."""
+    speculations: Speculations = field(default_factory=Speculations)
 
 
 def make_engine(case: Case, block: Block) -> Any:
@@ -60,19 +62,19 @@ def make_engine(case: Case, block: Block) -> Any:
 
 def run_variant(case: Case, block: Block) -> Record:
     """Train the case in an engine of its own, and return the record."""
-    with shared_folder() as folder, closing_engine(case, block) as engine:
-        return train(engine, case, folder)
+    with counted_speculations() as counts, shared_folder() as folder, closing_engine(case, block) as engine:
+        return replace(train(engine, case, folder), speculations=counts)
 
 
 def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
     """Train the case and save a checkpoint, then load it in a fresh engine and train the case again."""
-    with shared_folder() as folder:
+    with counted_speculations() as counts, shared_folder() as folder:
         with closing_engine(case, saved_by) as engine:
             train(engine, case, folder)
             engine.save_checkpoint(str(folder))
         with closing_engine(case, resumed_by) as engine:
             engine.load_checkpoint(str(folder))
-            return train(engine, case, folder)
+            return replace(train(engine, case, folder), speculations=counts)
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class PlanSetting:
             "ranks-per-node": self.ranks_per_node,
             "micro-batch": self.micro_batch,
             "sequence": SEQUENCE,
+            # How much host memory training has for eager units depends on the machine that trains.
+            "eager-memory-gb": 0,
         }
         return ["plan", "--json", *(text for key, value in options.items() for text in (f"--{key}", str(value)))]
 

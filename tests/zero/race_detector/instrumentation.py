@@ -190,10 +190,13 @@ def _recording_update(recorder: Recorder) -> Callable[..., None]:
                     recorder.add_finding(
                         ILLEGAL, recorder.memory(tensor), (f"{name} of an update in {place}", "fused Adam")
                     )
-            writes = [tensors.master, tensors.exp_avg, tensors.exp_avg_sq]
+            states = [tensors.master, tensors.exp_avg, tensors.exp_avg_sq]
+            reads, writes = [tensors.grad], states
+            if update.updated is not None:
+                reads, writes = [tensors.grad, *states], list(update.updated)
             if tensors.param is not None:
                 writes.append(tensors.param)
-            recorder.record_accesses(lane, [tensors.grad], writes, "fused Adam")
+            recorder.record_accesses(lane, reads, writes, "fused Adam")
         update_ranges(self, updates)
 
     return recording_update

@@ -1,0 +1,1 @@
+"""Tests of updates that start in backward, and of what comes between backward and ``step()``."""

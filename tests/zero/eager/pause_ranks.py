@@ -1,0 +1,60 @@
+"""Clip the steps of a part of the training, and print in which steps eager units are speculated.
+
+Every rank prints one answer: the log's lines by step, the number of speculated units in each step, and the differences
+from stock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deep_opt_states.zero.step import eager as eager_updates
+from tests.launch import answer
+from tests.zero.behaviour.behaviour_variant import (
+    BehaviourNet,
+    BehaviourVariant,
+    final_states,
+    inputs,
+    loss_of,
+    unequal,
+)
+from tests.zero.parity.case import CPU, eager
+from tests.zero.parity.training import Block
+from tests.zero.process_group import process_group
+from tests.zero.speculations import counted_speculations, wait_for_speculations
+
+STEPS = 32
+SKIPPED = 4
+CLIPPED = range(5, 10)
+"""With the skipped step, these are more than a quarter of 20 steps."""
+
+
+def train(block: Block) -> tuple[list[tuple[str, Any]], list[tuple[int, str]], list[int]]:
+    """Return the states, the lines of the log with the number of their step, and the speculated units of each step."""
+    torch.manual_seed(5)
+    lines: list[tuple[int, str]] = []
+    speculated = []
+    variant = BehaviourVariant(block)
+    engine = variant.engine(BehaviourNet())
+    for step in range(STEPS):
+        engine.optimizer.clip_grad = 1e-3 if step in CLIPPED else 0.0
+        log = mock.patch.object(eager_updates, "log_rank_0", lambda line, step=step: lines.append((step, line)))
+        with log, counted_speculations() as counts:
+            loss = loss_of(engine(inputs(step)))
+            engine.backward(loss * float("inf") if step == SKIPPED else loss)
+            wait_for_speculations(engine)
+            engine.step()
+        speculated.append(counts.kept + counts.void)
+    states = list(final_states(engine))
+    variant.close()
+    return states, lines, speculated
+
+
+if __name__ == "__main__":
+    with process_group():
+        stock, *_ = train(None)
+        ours, lines, speculated = train(eager(CPU))
+        answer({"lines": lines, "speculated": speculated, "differences": unequal(stock, ours)})
