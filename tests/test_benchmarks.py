@@ -71,6 +71,7 @@ def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path
         "model_error",
         "overhead",
         "hooks",
+        "beside",
         "planner",
         "scaling",
         "simulated_scaling",

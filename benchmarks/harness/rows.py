@@ -47,6 +47,7 @@ BENCHMARKS = {
     "planner": "How good are the plans, and how long does planning take?",
     "overhead": "How much does the plugin cost where it cannot gain anything?",
     "hooks": "How much host time do the hooks take while no update is in flight?",
+    "beside": "Why is forward slower beside an update, and by how much?",
     "scaling": "How does the gain change with more ranks?",
     "simulated_scaling": "How would the gain change on clusters of up to 512 GPUs? (SIMULATED)",
     "slots": "Would more staging slots hide more of the update, and when is memory free for them? (EMULATED)",
