@@ -11,6 +11,7 @@ from deep_opt_states.zero.step.eager import LAST_STEPS
 from tests.launch import run_ranks
 from tests.zero.eager import between_ranks
 from tests.zero.eager.between_ranks import BLOCKS, KEEPING, PARTLY_KEEPING, VOIDING
+from tests.zero.eager.orders_ranks import ORDERS
 from tests.zero.eager.pause_ranks import CLIPPED, SKIPPED, STEPS
 
 
@@ -71,3 +72,14 @@ def test_ranks_that_are_killed_between_speculation_and_commit_resume_from_the_la
         assert len(answers) == 4
         for answer in answers:
             assert answer["differences"] == [], answer
+
+
+@pytest.mark.promise("P1")
+def test_no_order_of_calls_commits_a_step_of_old_gradients_or_of_an_old_learning_rate() -> None:
+    (finished,) = run_ranks(1, ["-m", "tests.zero.eager.orders_ranks"], timeout_s=120)
+    assert finished.returncode == 0, finished.output[-4000:]
+    answers = finished.answers()
+    assert len(answers) == len(ORDERS)
+    for found in answers:
+        assert found["are_equal"], found["order"]
+        assert found["void"] > 0, found["order"]
