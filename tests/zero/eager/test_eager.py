@@ -9,6 +9,7 @@ import pytest
 
 from deep_opt_states.zero.step.eager import LAST_STEPS
 from tests.launch import run_ranks
+from tests.tiers import thorough
 from tests.zero.eager import between_ranks
 from tests.zero.eager.between_ranks import BLOCKS, KEEPING, PARTLY_KEEPING, VOIDING
 from tests.zero.eager.orders_ranks import ORDERS
@@ -16,7 +17,7 @@ from tests.zero.eager.pause_ranks import CLIPPED, SKIPPED, STEPS
 
 
 @pytest.mark.promise("P1")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [thorough(1), 2])
 def test_calls_between_backward_and_step_see_and_give_the_bits_of_stock(world_size: int) -> None:
     for finished in run_ranks(world_size, ["-m", between_ranks.__name__], timeout_s=300):
         assert finished.returncode == 0, finished.output[-4000:]
@@ -43,7 +44,7 @@ def test_calls_between_backward_and_step_see_and_give_the_bits_of_stock(world_si
 WHY = "steps were clipped, skipped or changed after backward"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [thorough(1), 2])
 def test_updates_in_backward_pause_while_many_steps_are_clipped_or_skipped(world_size: int) -> None:
     last = CLIPPED[-1]
     # The skipped step was the first of them.

@@ -106,30 +106,35 @@ def _recording_worker(recorder: Recorder, done_results: Iterator[bool]) -> type[
 def _recorded_future(
     future: Future[None], recorder: Recorder, done: Clock, done_results: Iterator[bool]
 ) -> Future[None]:
-    """Return ``future`` with recorded waits for its result.
+    """Return ``future`` with recorded waits for its result or its exception.
 
     ``future.done()`` returns the next of ``done_results``. A result that the caller has already found done is not
     recorded as a wait.
     """
-    result = future.result
+    exception = future.exception
     known = False
 
-    def recorded_result(timeout: float | None = None) -> None:
-        nonlocal known
-        if not known:
-            recorder.waits.append(callers())
-        known = True
-        result(timeout)
-        recorder.order_after(recorder.host, done)
+    def recorded(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded_wait(timeout: float | None = None) -> Any:
+            nonlocal known
+            if not known:
+                recorder.waits.append(callers())
+            known = True
+            found = wait(timeout)
+            recorder.order_after(recorder.host, done)
+            return found
+
+        return recorded_wait
 
     def recorded_done() -> bool:
         nonlocal known
         known = known or next(done_results)
         if known:
-            future.exception()
+            exception()
         return known
 
-    future.result = recorded_result  # type: ignore[method-assign]
+    future.result = recorded(future.result)  # type: ignore[method-assign]
+    future.exception = recorded(exception)  # type: ignore[method-assign]
     future.done = recorded_done  # type: ignore[method-assign]
     return future
 
