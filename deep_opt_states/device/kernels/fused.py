@@ -85,7 +85,8 @@ class FusedAdam(AdamKernel):
         if updated is None:
             updated = UpdatedStates(tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
         else:
-            _check(replace(tensors, **updated._asdict()), element_range.numel)
+            master, exp_avg, exp_avg_sq = updated
+            _check(replace(tensors, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), element_range.numel)
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             **{f"new_{name}": getattr(updated, name).data_ptr() for name in STATES},
