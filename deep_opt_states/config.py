@@ -126,12 +126,12 @@ class Config(BaseModel):
     `wall_clock_breakdown`, `flops_profiler` or, on a GPU, `timers.throughput.synchronized`, which defaults to `false`
     with the plugin."""
 
-    eager: bool | Literal["auto"] = "auto"
+    eager: bool | Literal["planned"] = "planned"
     """Whether CPU updates start in backward, as soon as the gradients of a unit are complete, into a second version of
     the unit's states, which takes 12 bytes of host memory per parameter. If the step is clipped or skipped, the unit is
-    updated again after the norm is known, from its untouched states: the bits are the same. `"auto"` lets the planner
-    choose these units, within half of the host memory that is free. `true` takes all units that the CPU updates. No
-    effect with `"overlap_backward": false`."""
+    updated again after the norm is known, from its untouched states: the bits are the same. `"planned"` lets the
+    planner choose these units, within half of the host memory that is free. `true` takes all units that the CPU
+    updates. No effect with `"overlap_backward": false`."""
 
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
@@ -213,7 +213,7 @@ class Config(BaseModel):
     @property
     def plans_eager(self) -> bool:
         """Return whether the planner decides which units are eager."""
-        return self.eager == "auto" and self.overlap_backward
+        return self.eager == "planned" and self.overlap_backward
 
     @property
     def all_eager(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
+from accelerate.utils import DeepSpeedPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,21 @@ def parse(block: Any) -> Config:
 
 def test_a_config_without_the_block_is_accepted() -> None:
     assert parse_config({"train_batch_size": 1}) is None
+
+
+@pytest.mark.promise("P3")
+def test_accelerate_accepts_a_block_that_writes_all_defaults_down() -> None:
+    """Check that no default is "auto", a value that Accelerate fills in itself or refuses wherever it stands."""
+    block = Config().model_dump(exclude_none=True)
+    assert parse(block) == Config()
+    required = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3},
+    }
+    plugin = DeepSpeedPlugin(hf_ds_config={**required, CONFIG_KEY: block})
+    plugin.deepspeed_config_process(must_match=False)
+    assert plugin.deepspeed_config[CONFIG_KEY] == block
 
 
 def test_an_empty_block_enables_the_plugin() -> None:

@@ -29,7 +29,7 @@ from tests.zero.speculations import counted_speculations, wait_for_speculations
 STEPS = 32
 SKIPPED = 4
 CLIPPED = range(5, 10)
-"""With the skipped step, these are more than a quarter of 20 steps."""
+"""The steps that are clipped. Together with the skipped one, they are more than a quarter of the last 20 steps."""
 
 
 def train(block: Block) -> tuple[list[tuple[str, Any]], list[tuple[int, str]], list[int]]:
