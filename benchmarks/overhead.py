@@ -4,6 +4,8 @@ The plugin runs with both overlaps, and with the update done when ``step()`` ret
 
 Units cost something, too: the same model is updated once in DeepSpeed's sub-groups of some size, and once in units of
 at most that size inside sub-groups of DeepSpeed's default size. The update is done when ``step()`` returns.
+
+On a CPU that trains, updates in backward compete with it for all cores. A larger model trains with and without them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from benchmarks.harness.run_rows import (
     same_bits_row,
 )
 from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.sizes import Repetitions, default_setting, with_default_sub_groups
+from benchmarks.harness.sizes import LARGER_ON_CPU, Repetitions, default_setting, with_default_sub_groups
 from benchmarks.harness.variants import NO_OVERLAP, Variant, ours
 
 SETTING = TrainingSetting(layers=5, width=128, context=128, micro_batch=4)
@@ -36,24 +38,34 @@ PLACEMENTS = ("cpu", "streamed")
 """The placements whose updates are compared in units and in sub-groups."""
 
 COST_OF_UNITS = "step() / step() with sub-groups"
+COST_OF_EAGER_UPDATES = "iteration / iteration without eager updates"
 
 CHART = Bars("iteration", "iteration / stock's iteration")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield the iteration times of stock and of ours, and their ratio, then what units cost against sub-groups."""
+    """Yield the iteration times of stock and of ours, and their ratio, then what units and eager updates cost."""
     compared = (variants.STOCK, ours("ours", placement="cpu"), variants.ALL_CPU)
     repetitions = Repetitions(iterations=5, rounds=2) if quick else Repetitions(iterations=40, rounds=6)
     yield from rows_of_runs(run_interleaved(compared, SETTING, repetitions), _rows)
 
-    yield from _cost_of_units(quick=quick)
-
-
-def _cost_of_units(*, quick: bool) -> Iterator[Row]:
-    """Yield the times of ``step()`` with sub-groups and with units of the same size, and their ratio in each round."""
     setting = default_setting(quick=quick)
     repetitions = Repetitions(iterations=2, rounds=1) if quick else Repetitions(iterations=8, rounds=10)
     pairs = [(in_sub_groups(setting, placement), in_units(setting, placement)) for placement in PLACEMENTS]
+    yield from _ratios(pairs, setting, repetitions, "step()", COST_OF_UNITS)
+
+    setting = setting if quick else LARGER_ON_CPU[1]
+    repetitions = Repetitions(iterations=2, rounds=1) if quick else Repetitions(iterations=5, rounds=4)
+    yield from _ratios(
+        [(unclipped(eager=False), unclipped(eager=True))], setting, repetitions, "iteration", COST_OF_EAGER_UPDATES
+    )
+
+
+def _ratios(
+    pairs: Sequence[tuple[Variant, Variant]], setting: TrainingSetting, repetitions: Repetitions, timed: str, ratio: str
+) -> Iterator[Row]:
+    """Yield the seconds of ``timed`` of each variant, and the second variant's over the first one's in each round."""
+    name = {"step()": "step_s", "iteration": "iteration_s"}[timed]
     runs = run_interleaved([variant for pair in pairs for variant in pair], setting, repetitions)
     yield from error_rows(runs.errors, setting)
     for pair in pairs:
@@ -62,11 +74,11 @@ def _cost_of_units(*, quick: bool) -> Iterator[Row]:
         both = [runs.completed[variant.name] for variant in pair]
         for variant, variant_runs in zip(pair, both, strict=True):
             labels = labels_of(variant.name, setting)
-            yield Row(quantity="step()", unit="s", samples=all_samples(variant_runs, "step_s"), **labels)
+            yield Row(quantity=timed, unit="s", samples=all_samples(variant_runs, name), **labels)
             yield from configuration_rows(variant_runs, **labels)
-        sub_groups, units = ([median(run.step_s) for run in variant_runs] for variant_runs in both)
-        ratios = [with_units / without for with_units, without in zip(units, sub_groups, strict=True)]
-        yield Row(quantity=COST_OF_UNITS, unit="times", samples=ratios, **labels_of(pair[1].name, setting))
+        base, changed = ([median(getattr(run, name)) for run in variant_runs] for variant_runs in both)
+        ratios = [changed_s / base_s for changed_s, base_s in zip(changed, base, strict=True)]
+        yield Row(quantity=ratio, unit="times", samples=ratios, **labels_of(pair[1].name, setting))
 
 
 def in_sub_groups(setting: TrainingSetting, placement: str) -> Variant:
@@ -84,6 +96,13 @@ def in_units(setting: TrainingSetting, placement: str) -> Variant:
     variant = ours(f"ours, {placement}, units", **block, **NO_OVERLAP)
     # Norms are summed per sub-group, so the bits are those of stock with these sub-groups.
     return replace(variant, zero={"sub_group_size": with_default_sub_groups(setting).sub_group_size}, exact=False)
+
+
+def unclipped(*, eager: bool) -> Variant:
+    """Return the variant without clipping, so that no update in backward is in vain, with all units eager or none."""
+    name = f"ours, no clipping, {'all' if eager else 'none'} eager"
+    # Not exact: stock clips.
+    return replace(ours(name, placement="cpu", eager=eager), clipping=0.0, exact=False)
 
 
 def _rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:

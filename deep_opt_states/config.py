@@ -271,7 +271,7 @@ def _invalid(key: str, found: object) -> str:
         remedy = f"{did_you_mean(found, _CHOICES)} {remedy}".strip()
     else:
         kinds = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "a path"}
-        rule = f"must be {kinds[schema['type']]}"
+        rule = 'must be "planned", true or false' if key == "eager" else f"must be {kinds[schema['type']]}"
         rule += f" of at least {schema['minimum']:g}" if "minimum" in schema else ""
     return _message(key, rule, found, remedy)
 

@@ -318,3 +318,8 @@ def test_any_json_is_a_config_or_a_config_error(block: dict[str, Any]) -> None:
 def test_every_key_has_a_description() -> None:
     for key, field in Config.model_fields.items():
         assert field.description, key
+
+
+def test_another_word_for_eager_updates_is_refused_with_the_three_values() -> None:
+    with pytest.raises(ConfigError, match=r'eager: must be "planned", true or false, found .auto'):
+        parse_config({"deep_optimizer_states": {"eager": "auto"}})

@@ -169,6 +169,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.host",
         "deep_opt_states.names",
         "deep_opt_states.zero.internals",
+        "perf_model.prediction",
         "perf_model.units",
     },
     "deep_opt_states.cli": {

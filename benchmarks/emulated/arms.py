@@ -18,6 +18,9 @@ _SLOTS = {"num_slots": 2}
 COSTED = (STOCK.name, "planned, overlap")
 """The names of the arms that also train without updates, as the base for the cost of the update."""
 
+NEVER_CLIPS = 1e6
+"""The limit of the norm: the small model's gradients would be clipped in each step, unlike those of a trained model."""
+
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all CPU": {"placement": "cpu"},
     "all streamed": {"placement": "streamed", **_SLOTS},
@@ -44,7 +47,8 @@ def arms_of(run: EmulatedRun, profile: Path) -> list[Variant]:
             ours(f"{name}, {WITHOUT}", **SHARED, **placement, **NO_OVERLAP),
             ours(f"{name}, overlap", **SHARED, **placement),
         ]
-    return [replace(arm, zero=run.zero, measures_cost=arm.name in COSTED) for arm in arms]
+    costed = [replace(arm, measures_cost=arm.name in COSTED) for arm in arms]
+    return [replace(arm, zero=run.zero, clipping=NEVER_CLIPS) for arm in costed]
 
 
 FEW_ARMS: Sequence[str] = (

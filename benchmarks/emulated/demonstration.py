@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from benchmarks.emulated import start_device
-from benchmarks.emulated.arms import SHARED
+from benchmarks.emulated.arms import NEVER_CLIPS, SHARED
 from benchmarks.emulated.run import SmallModel
 from benchmarks.emulated.scaled_run import ScaledRun
 from benchmarks.emulated.turns import Arm
@@ -62,7 +62,7 @@ def main() -> None:
     start_device()
     memory = {"gpu_memory_gb": RUN.free_gb, "gpu_memory_margin_gb": 0.1}
     variants = STOCK, ours("plugin", report=str(folder / "emulated"), **memory, **SHARED)
-    stock, plugin = arms = [_train(replace(variant, zero=RUN.zero)) for variant in variants]
+    stock, plugin = arms = [_train(replace(variant, zero=RUN.zero, clipping=NEVER_CLIPS)) for variant in variants]
     results = {
         "model": f"{RUN.model} ({RUN.job.shape.numel / 1e9:.1f} B parameters)",
         "machine": f"{RUN.ranks} x {RUN.machine}",

@@ -16,6 +16,7 @@ from benchmarks.harness.device import trains_on_gpu
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host.machine import cores_of
+from deep_opt_states.zero.step.eager import EagerUpdates
 from deep_opt_states.zero.step.update import Update
 
 STOCKS_UPDATE = ("unscale_and_clip_grads", "_optimizer_step", "_reassign_or_swap_out_partitioned_parameters")
@@ -40,7 +41,8 @@ def without_updates() -> Iterator[None]:
     Hooks, gathers and copies of gradients stay, and so does ``step()`` with its norm, its check for overflow, its
     counters, the gather of persistent parameters and the LR schedule. These parts are left out:
 
-    - of ours, the prefetches in backward, and the update itself: no action is issued, and forward waits for nothing;
+    - of ours, the prefetches and the updates in backward, and the update itself: no action is issued, and forward waits
+      for nothing;
     - of stock, ``STOCKS_UPDATE``: Adam, the pass that scales the gradients for it, and the copy of the parameters to
       the accelerator. ``_prepare_sub_group`` and ``_release_sub_group`` stay. They do nothing if states are offloaded.
 
@@ -55,6 +57,7 @@ def without_updates() -> Iterator[None]:
         pass
 
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(EagerUpdates, "reduced", do_nothing))
         patches.enter_context(mock.patch.object(Update, "prefetch", do_nothing))
         patches.enter_context(mock.patch.object(Update, "run", only_prepare))
         for name in STOCKS_UPDATE:

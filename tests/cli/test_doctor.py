@@ -16,7 +16,7 @@ from torch.utils.file_baton import FileBaton
 from deep_opt_states import doctor
 from deep_opt_states.cli import doctor_command
 from deep_opt_states.cli.main import main
-from deep_opt_states.doctor import Extension, Finding, Status
+from deep_opt_states.doctor import Extension, Finding, Status, describe_eager_updates
 from deep_opt_states.host import machine as host
 from tests.launch import REPOSITORY, Finished, environment
 
@@ -319,3 +319,9 @@ def test_a_config_that_is_switched_off_warns(check: Callable[[str | None], tuple
     assert code == 0
     assert "WARN  ds.json" in page
     assert "stock DeepSpeed trains" in page
+
+
+def test_the_memory_for_eager_updates_is_half_of_what_is_free() -> None:
+    found = describe_eager_updates(48 * 10**9)
+    assert found.status is Status.OK
+    assert found.found.endswith("at most 24.0 GB for 2.00 B parameters")

@@ -261,7 +261,7 @@ def _check_host_memory(context: Context, plan: UpdatePlan, ranks: SharingRanks) 
     # Every rank checks before any allocates memory that another would then find missing.
     raise_together(
         lambda: check_free_memory(
-            slab_bytes + memory_of(plan, context.setup).eager_bytes, numel, ranks, FreeHostMemory.measure()
+            slab_bytes, numel, ranks, FreeHostMemory.measure(), memory_of(plan, context.setup).eager_bytes
         )
     )
     # After every rank has checked: a trial takes memory that another rank would find missing.

@@ -98,19 +98,26 @@ def free_share_bytes(ranks: SharingRanks) -> int:
     return max(0, min(shares))
 
 
-def check_free_memory(slab_bytes: int, numel: int, ranks: SharingRanks, free: FreeHostMemory) -> None:
-    """Raise ``HostMemoryError`` unless ``slab_bytes`` for ``numel`` parameters on each of ``ranks`` are ``free``."""
+def check_free_memory(
+    slab_bytes: int, numel: int, ranks: SharingRanks, free: FreeHostMemory, eager_bytes: int = 0
+) -> None:
+    """Raise ``HostMemoryError`` unless ``slab_bytes`` for ``numel`` parameters on each of ``ranks`` are ``free``.
+
+    ``eager_bytes`` more are needed for the second versions of eager units' states.
+    """
+    without_eager = 'Set "eager": false. Or: ' if eager_bytes else ""
+    and_eager = f" and {size(eager_bytes)} for eager units" if eager_bytes else ""
     for place, sharing, limit, allowed_bytes, remedy in (
         ("on a node", ranks.on_node, "its available memory", free.available_bytes, "Free memory on it"),
         ("in a container", ranks.in_container, "its memory limit", free.container_bytes, "Raise its memory limit"),
     ):
-        needed_bytes = sharing * slab_bytes
+        needed_bytes = sharing * (slab_bytes + eager_bytes)
         if allowed_bytes is not None and needed_bytes > allowed_bytes:
             raise HostMemoryError(
                 f"The optimizer states {place} must fit into {limit}, of which {size(allowed_bytes)} are free; "
                 f"found {size(needed_bytes)} needed, by {sharing} rank{'' if sharing == 1 else 's'} with "
-                f"{_contents(slab_bytes, numel)} each.\n"
-                f"{remedy}, or train on more nodes."
+                f"{_contents(slab_bytes, numel)}{and_eager} each.\n"
+                f"{without_eager}{remedy}, or train on more nodes."
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import platform
+import re
 import threading
 from collections.abc import Callable
 
@@ -160,6 +161,13 @@ def test_this_machine_has_memory_for_a_byte_but_not_for_an_exabyte() -> None:
     check_free_memory(1, 1, TWO_RANKS, FreeHostMemory.measure())
     with pytest.raises(HostMemoryError):
         check_free_memory(10**18, 10**17, TWO_RANKS, FreeHostMemory.measure())
+
+
+def test_the_remedy_for_eager_units_that_do_not_fit_is_named_first() -> None:
+    free = free_memory(available_gb=100)
+    check_free_memory(40 * GB, 10**9, TWO_RANKS, free, 10 * GB)
+    with pytest.raises(HostMemoryError, match=re.escape('Set "eager": false. Or: Free memory')):
+        check_free_memory(40 * GB, 10**9, TWO_RANKS, free, 12 * GB)
 
 
 def test_the_free_memory_of_a_container_is_measured_from_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
