@@ -37,8 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "perf_model.cluster": {
         "perf_model.prediction",
+        "perf_model.presets",
         "perf_model.training_run",
-        "perf_model.units",
     },
     "perf_model.presets": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
     "perf_model.cli": {

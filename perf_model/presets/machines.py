@@ -29,6 +29,10 @@ REACHED_SHARE = 0.8
 HALF_ELEMENTS = 6.6e6
 """The elements with which forward reaches half of its limit, fitted to published runs on 4xH100."""
 
+SELENE = "selene"
+"""The preset of the Megatron paper's machine. One rate of products explains table 1 of arXiv 2104.04473, with all
+sizes and tensor-parallel sizes."""
+
 CORE_PARAMS_PER_S = 0.2e9
 """The assumed rate of Adam per core of every CPU."""
 
@@ -83,7 +87,8 @@ class MachinePreset:
         link_bytes_per_s = REACHED_SHARE * self.link_bytes_per_s
         host_bytes_per_s = self.host_bytes_per_s / ranks
         # Training reaches ``matmul_flops`` with the rates of single products.
-        matrix = MatrixRate(limit_flops_per_s=self.matmul_flops / TRAINING_SHARE, half_elements=HALF_ELEMENTS)
+        half_elements = 0.0 if self.name == SELENE else HALF_ELEMENTS
+        matrix = MatrixRate(limit_flops_per_s=self.matmul_flops / TRAINING_SHARE, half_elements=half_elements)
 
         cpu_adam, stock_cpu_adam = (
             min(host_bytes_per_s / moved[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)

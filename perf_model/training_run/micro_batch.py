@@ -150,7 +150,7 @@ class MicroBatch:
         """Return the seconds of matrix products and of the sums of activations between them."""
         ranks, whole_bytes = self.tensor_parallel, PARAM_BYTES * self.elements
         sum_s = rates.network.reduce_scatter_s(whole_bytes, ranks) + rates.network.all_gather_s(whole_bytes, ranks)
-        return flops / rates.matrix.flops_per_s(self.elements / ranks) + self.layers * all_reduces * sum_s
+        return flops / rates.matrix.flops_per_s(self.elements) + self.layers * all_reduces * sum_s
 
     def _network(self, rates: PhaseRates) -> Network:
         return replace(rates.network, ranks_per_node=max(1, rates.network.ranks_per_node // self.tensor_parallel))

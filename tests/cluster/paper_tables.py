@@ -6,6 +6,11 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from perf_model.cluster.pipeline import PipelineLayout, megatron_rates, pipeline_layout
+from perf_model.presets.machines import MACHINES, SELENE
+from perf_model.training_run.decoder import gpt
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PhaseRates
 from tests.cluster.paper_formulas import gpt_iteration_flops, gpt_numel
 
 DATA = Path(__file__).parent / "data"
@@ -51,6 +56,36 @@ class ThroughputRow:
     def micro_batches(self) -> int:
         """Return the micro-batches per pipeline and iteration."""
         return self.batch // (self.data_parallel * self.micro_batch)
+
+
+PROFILE = MACHINES[SELENE].profile(8)
+"""The machine of the paper as users name it."""
+
+
+def job_of(row: ThroughputRow, micro_batch: int = 1, tensor_parallel: int = 1) -> Job:
+    """Return the model of ``row`` on its GPUs."""
+    return Job(
+        shape=gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE),
+        world_size=row.gpus,
+        ranks_per_node=8,
+        micro_batch=micro_batch,
+        sequence=SEQUENCE,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def rates_of(job: Job) -> PhaseRates:
+    """Return the rates of Megatron-LM on the preset."""
+    rates = megatron_rates(PROFILE, job)
+    assert rates is not None
+    return rates
+
+
+def schedules(job: Job, batch: int, stages: int) -> list[PipelineLayout]:
+    """Return the layouts that divide everything evenly, by their chunks: the first one is not interleaved."""
+    unlimited, chunks = float("inf"), range(1, job.shape.layers + 1)
+    found = (pipeline_layout(job, batch, rates_of(job), unlimited, stages, each) for each in chunks)
+    return [layout for layout in found if layout is not None]
 
 
 def table_1() -> list[ThroughputRow]:

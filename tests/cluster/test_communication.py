@@ -45,38 +45,54 @@ def test_zero3_sends_one_and_a_half_times_as_much_as_an_all_reduce(numel: int, r
     assert zero3_elements(numel, ranks) == pytest.approx(1.5 * counted)
 
 
-def simulated_pipeline(stages: int, micro_batches: int) -> tuple[int, int]:
+def order_of(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tuple[str, int, int]]:
+    """Return the operations of a stage with their chunk and micro-batch, as Megatron-LM runs them."""
+    count = chunks * micro_batches
+    interleaved = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warm_up = min(interleaved if chunks > 1 else stages - stage - 1, count)
+
+    def operation(kind: str, index: int) -> tuple[str, int, int]:
+        if chunks == 1:
+            return kind, 0, index
+        group, rest = divmod(index, stages * chunks)
+        chunk = rest // stages
+        return kind, chunk if kind == "forward" else chunks - 1 - chunk, group * stages + rest % stages
+
+    order = [operation("forward", index) for index in range(warm_up)]
+    for index in range(count):
+        if warm_up + index < count:
+            order.append(operation("forward", warm_up + index))
+        order.append(operation("backward", index))
+    return order
+
+
+def simulated_pipeline(stages: int, micro_batches: int, chunks: int = 1) -> tuple[float, float]:
     """Return the end of a 1F1B pipeline in units of a forward, and the most micro-batches that are in flight.
 
     Backward takes two units. An operation starts when the same stage and the neighbour that it depends on are done.
     """
     ends: dict[tuple[str, int, int], int] = {}
-    orders, free = [], [0] * stages
-    for stage in range(stages):
-        warm_up = min(stages - stage, micro_batches)
-        order = [("forward", index) for index in range(warm_up)]
-        for index in range(micro_batches):
-            order.append(("backward", index))
-            if warm_up + index < micro_batches:
-                order.append(("forward", warm_up + index))
-        orders.append(order)
+    orders = [order_of(stage, stages, micro_batches, chunks) for stage in range(stages)]
+    free, last = [0] * stages, stages * chunks - 1
     while any(orders):
         for stage in range(stages):
             while orders[stage]:
-                kind, index = orders[stage][0]
-                neighbour = stage - 1 if kind == "forward" else stage + 1
+                kind, chunk, index = orders[stage][0]
+                # Consecutive parts of the model are on consecutive stages.
+                part = chunk * stages + stage
+                neighbour = part - 1 if kind == "forward" else part + 1
                 needed = (kind, neighbour, index)
-                if 0 <= neighbour < stages and needed not in ends:
+                if 0 <= neighbour <= last and needed not in ends:
                     break
                 start = max(free[stage], ends.get(needed, 0))
-                free[stage] = ends[kind, stage, index] = start + (1 if kind == "forward" else 2)
+                free[stage] = ends[kind, part, index] = start + (1 if kind == "forward" else 2)
                 orders[stage].pop(0)
     in_flight = most = 0
-    for (kind, stage, _), _ in sorted(ends.items(), key=lambda item: item[1]):
-        if stage == 0:
+    for (kind, part, _), _ in sorted(ends.items(), key=lambda item: item[1]):
+        if part % stages == 0:
             in_flight += 1 if kind == "forward" else -1
             most = max(most, in_flight)
-    return max(ends.values()), most
+    return max(ends.values()) / chunks, most / chunks
 
 
 @given(st.integers(1, 8), st.integers(1, 24))
@@ -86,6 +102,14 @@ def test_the_bubble_and_the_micro_batches_in_flight_are_those_of_a_simulated_pip
     end, in_flight = simulated_pipeline(stages, micro_batches)
     assert end == pytest.approx(3 * micro_batches * (1 + bubble_share(stages, micro_batches)))
     assert in_flight == micro_batches_in_flight(stages, micro_batches)
+
+
+@given(st.integers(2, 6), st.integers(1, 6), st.integers(2, 5))
+def test_the_interleaved_schedule_divides_the_bubble_by_its_chunks(stages: int, groups: int, chunks: int) -> None:
+    micro_batches = groups * stages
+    end, in_flight = simulated_pipeline(stages, micro_batches, chunks)
+    assert end == pytest.approx(3 * micro_batches * (1 + bubble_share(stages, micro_batches, chunks)))
+    assert in_flight == pytest.approx(micro_batches_in_flight(stages, micro_batches, chunks))
 
 
 @given(st.integers(1, 200), st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0.1, 10))

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from perf_model.cluster.pipeline import bubble_share
-from perf_model.prediction.network import Network
+from perf_model.cluster.layouts import layouts_of, predict_layouts
+from perf_model.cluster.pipeline import ADAPTER_BYTES_PER_S, bubble_share
+from perf_model.planner import UNIT_SIZES
 from perf_model.training_run.decoder import gpt
-from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
+from perf_model.training_run.forecast import MemoryLimits, Overlap
 from tests.cluster.paper_formulas import (
     approximate_training_s,
-    batch_s,
     best_micro_batch,
     bubble_share_beside_data_parallel,
+    gradient_all_reduce_elements,
     scaled_throughput,
+    scattered_pipeline_elements,
     training_s,
-    zero3_elements,
 )
-from tests.cluster.paper_tables import PEAK_TFLOPS, SEQUENCE, VOCAB, ThroughputRow, table_1, table_2
+from tests.cluster.paper_tables import (
+    PEAK_TFLOPS,
+    PROFILE,
+    SEQUENCE,
+    VOCAB,
+    ThroughputRow,
+    job_of,
+    schedules,
+    table_1,
+    table_2,
+)
 
 DAY_S = 86_400
 TOKENS = 300e9
@@ -93,64 +106,66 @@ def test_the_bubble_explains_the_strong_scaling_of_table_2(numel_billions: str) 
         assert scaled_by_the_bubble(first, row) == pytest.approx(row.tflops, rel=0.02)
 
 
-def zero3_tflops(row: ThroughputRow, tflops: float, bytes_per_s: float) -> float:
-    """Return the throughput per GPU of ZeRO-3: a micro-batch takes its arithmetic or its network, what is longer."""
-    micro_batch_flops = row.flops / row.gpus / row.micro_batches
-    network_s = 2 * zero3_elements(row.numel, row.data_parallel) / bytes_per_s
-    return micro_batch_flops / max(micro_batch_flops / (tflops * 1e12), network_s) / 1e12
+def of_megatron(row: ThroughputRow) -> float:
+    """Return the TFLOP/s per GPU of Megatron-LM with the layout of the table. It does not print the chunks."""
+    layouts = schedules(job_of(row, row.micro_batch, row.tensor_parallel), row.batch, row.pipeline_parallel)
+    return row.flops / row.gpus / min(layout.iteration_s for layout in layouts) / 1e12
 
 
-def fitted_zero3() -> tuple[float, float]:
-    """Return TFLOP/s and network bytes per second of a GPU, fitted to the smaller model of table 2.
-
-    Its first row is limited by arithmetic. In the other two rows an iteration takes equally long, although each GPU of
-    the last one has half the arithmetic, so they are limited by the network.
-    """
-    first, *others = rows_of(ZERO_3, MODELS_OF_TABLE_2[0])
-    network_s = [row.flops / row.gpus / (row.tflops * 1e12) for row in others]
-    assert network_s[0] == pytest.approx(network_s[1], rel=0.01)
-    sent = [2 * zero3_elements(row.numel, row.data_parallel) for row in others]
-    return first.tflops, sum(sent) / sum(network_s)
+def of_zero_3(row: ThroughputRow) -> float:
+    """Return the TFLOP/s per GPU that ``cluster`` predicts for the layout of ZeRO-3 in the table."""
+    job = job_of(row)
+    limits = MemoryLimits(gpu=PROFILE.gpu_memory_bytes, host=PROFILE.host_memory_bytes)
+    layouts = layouts_of(job, row.batch, [1], [row.micro_batch])
+    (found,), _ = predict_layouts(job, layouts, PROFILE, limits, Overlap(), UNIT_SIZES)
+    return row.flops / row.gpus / found.predicted.iteration_s / 1e12
 
 
-def test_zero3_of_table_2_is_arithmetic_or_network_fitted_on_one_model_and_tested_on_the_other() -> None:
-    fitted = fitted_zero3()
-    assert fitted == (144, pytest.approx(15.7e9, rel=0.01))
-    for row in rows_of(ZERO_3, MODELS_OF_TABLE_2[1]):
-        assert zero3_tflops(row, *fitted) == pytest.approx(row.tflops, rel=0.12), "held out"
+@pytest.mark.parametrize("row", [*TABLE_1, *PTD], ids=name_of)
+def test_the_preset_gives_megatron_of_both_tables_within_10_percent(row: ThroughputRow) -> None:
+    """Check the layouts of the tables. The rate of products is fitted to table 1, and table 2 is held out."""
+    assert of_megatron(row) == pytest.approx(row.tflops, rel=0.1)
 
 
 @pytest.mark.parametrize("row", ZERO_3, ids=name_of)
-def test_the_predicted_iteration_of_a_job_reproduces_zero3_of_table_2(row: ThroughputRow) -> None:
-    """Check the forward and backward that every planning command predicts, with the two rates of ``fitted_zero3``."""
-    tflops, bytes_per_s = fitted_zero3()
-    network = Network(ranks_per_node=8, all_gather_bytes_per_s=bytes_per_s, reduce_scatter_bytes_per_s=bytes_per_s)
-    rates = PhaseRates(matrix=MatrixRate(limit_flops_per_s=tflops * 1e12), network=network)
-    job = Job(
-        shape=gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE),
-        world_size=row.gpus,
-        ranks_per_node=8,
-        micro_batch=row.micro_batch,
-        sequence=SEQUENCE,
-        accumulation=row.micro_batches,
-    )
-    assert job.tokens == row.batch * SEQUENCE
-    iteration_s = job.accumulation * (job.work.forward_s(rates) + job.work.backward_s(rates))
-    assert row.flops / row.gpus / iteration_s / 1e12 == pytest.approx(row.tflops, rel=0.12)
+def test_the_preset_gives_zero3_of_table_2_within_20_percent(row: ThroughputRow) -> None:
+    """Check the table that the network of the preset is fitted to. The rate of products is of table 1."""
+    assert of_zero_3(row) == pytest.approx(row.tflops, rel=0.2)
 
 
 @pytest.mark.parametrize("numel_billions", MODELS_OF_TABLE_2)
-def test_with_twice_the_gpus_a_pipeline_is_predicted_to_be_as_far_ahead_of_zero3_as_in_the_paper(
-    numel_billions: str,
-) -> None:
-    """Check section 5.2: 70 % ahead with twice the GPUs, and 6 % and 24 % with the fewest GPUs."""
-    fitted = fitted_zero3()
-    first, twice = rows_of(PTD, numel_billions)[:2]
-    zero3_first, zero3_twice = rows_of(ZERO_3, numel_billions)[:2]
-    ahead_first = first.tflops / zero3_tflops(zero3_first, *fitted)
-    ahead_twice = scaled_by_the_bubble(first, twice) / zero3_tflops(zero3_twice, *fitted)
-    assert 1 < ahead_first < 1.3
-    assert ahead_twice >= 1.6
+def test_a_pipeline_is_predicted_to_be_as_far_ahead_of_zero3_as_in_the_paper(numel_billions: str) -> None:
+    """Check section 5.2: 6 % and 24 % with the fewest GPUs, 70 % with twice and 3.2 times with four times as many."""
+    for row, zero_3 in zip(rows_of(PTD, numel_billions), rows_of(ZERO_3, numel_billions), strict=True):
+        assert of_megatron(row) / of_zero_3(zero_3) == pytest.approx(row.tflops / zero_3.tflops, rel=0.25)
+
+
+def test_the_interleaved_schedule_is_more_than_10_percent_faster_with_small_batches() -> None:
+    """Check figure 12: GPT-3 with 12 stages of 8 GPUs. The gap closes as the batch grows."""
+    job = replace(job_of(PTD[0], tensor_parallel=8), world_size=96)
+    gains = []
+    for batch in (12, 24, 36, 48, 60, 1536):
+        default, *interleaved = schedules(job, batch, stages=12)
+        assert default.chunks == 1
+        gains.append(default.iteration_s / min(layout.iteration_s for layout in interleaved) - 1)
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains[:5]) > 0.1
+    assert gains[-1] < 0.01
+
+
+def test_each_chunk_adds_the_communication_of_one_more_hop() -> None:
+    """Check section 4.1: each rank sends b s h / t elements, and the next node gathers them."""
+    job = job_of(PTD[0], tensor_parallel=8)
+    found = {layout.chunks: layout for layout in schedules(job, 1536, stages=12)}
+
+    def micro_batch_s(chunks: int) -> float:
+        return (found[chunks].iteration_s - reduce_s) / (found[chunks].micro_batches * (1 + found[chunks].bubble))
+
+    gradient_bytes = 4 * job.shard_numel / 12
+    reduce_s = gradient_all_reduce_elements(gradient_bytes, found[1].data_parallel) / ADAPTER_BYTES_PER_S
+    elements = scattered_pipeline_elements(1, SEQUENCE, 12288, 8)
+    hop_s = 2 * elements / ADAPTER_BYTES_PER_S + 7 * 2 * elements / PROFILE.rate("all_gather_bytes_per_s")
+    assert micro_batch_s(4) - micro_batch_s(1) == pytest.approx(3 * 2 * hop_s)
 
 
 @pytest.mark.parametrize("gpus", [32, 128])
@@ -169,27 +184,30 @@ def test_the_bubble_beside_data_parallelism_is_that_of_the_pipeline(
 SIZES = (1, 2, 4, 8, 16)
 """The micro-batches of figures 7 and 8."""
 
+MOST = 1.3
+"""The throughput of a GPU with large micro-batches, in units of the one with a single sequence (section 3.4)."""
+
 
 def micro_batch_time(size: int) -> float:
-    """Return the time of a micro-batch in units of the limit, with X(b) proportional to b / (b + k).
+    """Return the time of a micro-batch, with a rate proportional to b / (b + k) up to ``MOST``, reached with 4.
 
-    The two points are those that section 3.4 prints: throughput is 1.3 times that of one sequence with the largest
-    micro-batch of figure 7, 16.
+    The figures print no numbers. That ``MOST`` is reached with 4 sequences is our reading: see the next test.
     """
-    half = (1.3 - 1) / (1 - 1.3 / 16)
-    assert (16 / (16 + half)) / (1 / (1 + half)) == pytest.approx(1.3)
-    return size + half
+    half = (MOST - 1) / (1 - MOST / 4)
+    return size / min(MOST, size * (1 + half) / (size + half))
 
 
-@pytest.mark.parametrize(("sequences", "best"), [(128, 2), (512, 4)])
-def test_the_best_micro_batch_of_figure_8_costs_at_most_3_percent_more_than_the_models(
-    sequences: int, best: int
-) -> None:
-    """Check equation 1 with 8 stages. The paper's best micro-batch is 4 for both batches.
+@pytest.mark.parametrize("sequences", [128, 512])
+def test_the_best_micro_batch_of_figure_8_is_4(sequences: int) -> None:
+    """Check equation 1 with 8 stages."""
+    assert micro_batch_time(1) == 1
+    assert 16 / micro_batch_time(16) == pytest.approx(MOST)
+    assert best_micro_batch(sequences, 8, micro_batch_time, SIZES) == 4
 
-    A rate of the form b / (b + k) cannot have the best micro-batch 4 for both: the optimum of equation 1 grows with the
-    root of the batch, so by a factor of 2 between them, which is the distance between two sizes.
-    """
-    assert best_micro_batch(sequences, 8, micro_batch_time, SIZES) == best
-    least = batch_s(sequences, best, 8, micro_batch_time)
-    assert batch_s(sequences, 4, 8, micro_batch_time) == pytest.approx(least, rel=0.03)
+
+@given(st.floats(0.01, 10))
+def test_no_rate_that_keeps_rising_gives_figure_8(half: float) -> None:
+    """Check that with b / (b + k), a batch of 128 needs k > 7 / 16 for the best size 4, and one of 512 k < 7 / 16."""
+    assume(abs(half - 7 / 16) > 1e-9)
+    best = {best_micro_batch(sequences, 8, lambda size: size + half, SIZES) for sequences in (128, 512)}
+    assert best != {4}
