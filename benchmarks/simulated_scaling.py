@@ -24,7 +24,7 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PUBLISHED_OVERHEADS, PhaseRates
+from perf_model.training_run.micro_batch import Overheads, PhaseRates
 
 SIMULATED_RANKS = (4, 8, 16, 32, 64, 128, 256, 512)
 PAPER_MODELS = ("7B", "8.3B", "10B", "13B", "20B")
@@ -96,7 +96,7 @@ def _profile(network_gbit: int) -> HardwareProfile:
 def _forecast(job: Job, network_gbit: int) -> Forecast:
     profile = _profile(network_gbit)
     limits = MemoryLimits(gpu=profile.gpu_memory_bytes, host=profile.host_memory_bytes)
-    return Forecast(job, profile, limits, Overlap(), UNIT_SIZES, PUBLISHED_OVERHEADS)
+    return Forecast(job, profile, limits, Overlap(), UNIT_SIZES, Overheads.from_profile(profile))
 
 
 def _without_interleaving(found: Forecast) -> dict[str, PredictedIteration]:
@@ -107,7 +107,8 @@ def _without_interleaving(found: Forecast) -> dict[str, PredictedIteration]:
 
 def _is_network_bound(found: Forecast, network_gbit: int) -> bool:
     """Return whether the phases take longer than with a network that takes no time."""
-    rates = PhaseRates.from_profile(_profile(network_gbit), GPUS_PER_NODE, PUBLISHED_OVERHEADS)
+    profile = _profile(network_gbit)
+    rates = PhaseRates.from_profile(profile, GPUS_PER_NODE, Overheads.from_profile(profile).of_plugin)
     free = replace(rates, network=replace(rates.network, inter_node_bytes_per_s=math.inf))
     work = found.job.work
     return work.forward_s(rates) + work.backward_s(rates) > work.forward_s(free) + work.backward_s(free)

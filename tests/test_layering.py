@@ -40,7 +40,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.presets",
         "perf_model.training_run",
     },
-    "perf_model.presets": {"perf_model.prediction", "perf_model.schedule", "perf_model.training_run"},
+    "perf_model.presets": {
+        "perf_model.prediction",
+        "perf_model.schedule",
+        "perf_model.training_run",
+        "perf_model.units",
+    },
     "perf_model.cli": {
         "perf_model.cluster",
         "perf_model.json_input",

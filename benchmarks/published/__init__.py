@@ -26,7 +26,7 @@ from benchmarks.published.comparison import (
     repeated_differences,
 )
 from benchmarks.published.runs import QUANTITIES, read_runs
-from perf_model.cli.plan_command import LARGER_MODELS
+from perf_model.presets.comparison import LARGER_MODELS
 
 CHART = Bars(*(f"{quantity}, error" for quantity in QUANTITIES))
 
@@ -55,6 +55,8 @@ def _rows_of(split: str, found: RunComparison) -> Iterator[Row]:
         by_machine: dict[str, list[float]] = defaultdict(list)
         for prediction in found.not_fitted:
             run = prediction.run
+            if quantity not in prediction.seconds[MODEL]:
+                continue
             key = f"{split}: {run.machine}, {run.model_name}, nodes: {run.nodes}"
             by_machine[key].append(abs(prediction.error(quantity)))
         for key, errors in sorted(by_machine.items()):

@@ -95,7 +95,8 @@ class RunComparison:
 
     def errors_of(self, quantity: str, name: str = MODEL, *, where: str = MODEL) -> list[float]:
         """Return the absolute errors by ``name`` of the runs that were not fitted, and to which ``where`` applies."""
-        found = [found for found in self.not_fitted if quantity in found.seconds.get(where, {})]
+        both = name, where
+        found = [found for found in self.not_fitted if all(quantity in found.seconds.get(each, {}) for each in both)]
         return [abs(prediction.error(quantity, name)) for prediction in found]
 
 
@@ -111,15 +112,22 @@ def compare(runs: Sequence[MeasuredRun], split: SettingSplit) -> RunComparison:
     settings = {group[position].trained for group in members.values() for position in split.fitted_in(group)}
     fitted = {position: run for position, run in enumerate(runs) if run.trained in settings}
     seconds: list[dict[str, dict[str, float]]] = [{} for _ in runs]
+    known_of = {
+        key: {position: run for position, run in group.items() if position in fitted} for key, group in members.items()
+    }
+    phases_of_group = _fit_phases_of_groups(known_of)
     rates, around_line = {}, []
     for key, group in members.items():
-        known = {position: run for position, run in group.items() if position in fitted}
-        updates, phases = fit_updates(list(known.values())), fit_phases(list(known.values()))
-        rates[key] = FittedRates(
-            values={**updates.values, **phases.values}, determined=updates.determined + phases.determined
-        )
+        known, phases = known_of[key], phases_of_group.get(key)
+        updates = rates[key] = fit_updates(list(known.values()))
+        if phases is not None:
+            rates[key] = FittedRates(
+                values={**updates.values, **phases.values}, determined=updates.determined + phases.determined
+            )
+        networks = [rate for other, each in phases_of_group.items() if other[0] == key[0] for rate in _network_of(each)]
         for position, run in group.items():
-            seconds[position] |= _predicted(run, rates[key].values)
+            has_phases = phases is not None and run.blocking is not None and (run.nodes == 1 or bool(networks))
+            seconds[position] |= _predicted(run, rates[key].values, has_phases=has_phases)
         if split is STRIDES:
             for quantity in QUANTITIES:
                 for position, found_s in on_line(quantity, group, known).items():
@@ -142,15 +150,40 @@ def compare(runs: Sequence[MeasuredRun], split: SettingSplit) -> RunComparison:
     )
 
 
-def _predicted(run: MeasuredRun, rates: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _fit_phases_of_groups(known_of: Mapping[tuple[object, ...], Runs]) -> dict[tuple[object, ...], FittedRates]:
+    """Return the rates of phases of each group, with one network rate per machine, the first member of the keys.
+
+    Runs of which it is unknown whether gradients block are left out, and so are groups without others.
+    """
+    runs_of = {key: [run for run in known.values() if run.blocking is not None] for key, known in known_of.items()}
+    found = {key: fit_phases(runs) for key, runs in runs_of.items() if runs}
+    networks: dict[object, list[float]] = defaultdict(list)
+    for (machine, *_), phases in found.items():
+        networks[machine] += _network_of(phases)
+    for key, phases in found.items():
+        if rates := networks[key[0]]:
+            again = fit_phases(runs_of[key], float(np.exp(np.mean(np.log(rates)))))
+            found[key] = replace(phases, values=again.values)
+    return found
+
+
+def _network_of(phases: FittedRates) -> list[float]:
+    """Return the network's rate, if the runs determine it."""
+    name = "inter_node_bytes_per_s"
+    return [phases.values[name]] if name in phases.determined else []
+
+
+def _predicted(run: MeasuredRun, rates: Mapping[str, float], *, has_phases: bool) -> dict[str, dict[str, float]]:
+    simulated_s = simulated_update_s(run.setting, rates, run.machine)
+    updated_s = update_s(run.setting, rates, link_bytes_per_s(run.machine))
+    if not has_phases:
+        return {MODEL: {"update": updated_s}, RULES_OF_PLAN: {"update": simulated_s}}
     forward_s, backward_s, rest_s = phases_of(run, rates)
 
     def of_phases(backward_s: float, updated_s: float) -> dict[str, float]:
         iteration_s = forward_s + backward_s + updated_s + rest_s
         return {"backward": backward_s, "update": updated_s, "iteration": iteration_s}
 
-    simulated_s = simulated_update_s(run.setting, rates, run.machine)
-    updated_s = update_s(run.setting, rates, link_bytes_per_s(run.machine))
     # Today's DeepSpeed, which plan predicts, never blocks for the gradients.
     by_plan = {"update": simulated_s} if run.blocking else of_phases(hiding_backward_s(run, rates), simulated_s)
     return {MODEL: {"forward": forward_s, **of_phases(backward_s, updated_s)}, RULES_OF_PLAN: by_plan}

@@ -18,12 +18,10 @@ from benchmarks.published.updates import (
     workload_of,
 )
 from perf_model.prediction.network import Network
-from perf_model.presets.machines import HALF_ELEMENTS
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import FP32_BYTES
 from perf_model.training_run.micro_batch import (
     PARAM_BYTES,
-    PUBLISHED_OVERHEADS,
     GradientPath,
     MatrixRate,
     MicroBatch,
@@ -33,6 +31,16 @@ from perf_model.training_run.micro_batch import (
 
 SEQUENCE = 2048
 """Tokens per sequence of all published runs."""
+
+LAYER_S, REST_S = 0.0046, 0.36
+"""Medians of the stock runs of Megatron-DeepSpeed on 4xH100-80GB: ``forward_s`` over layers up to 13B, and
+``iteration_s`` less its phases."""
+
+LIMIT_FLOPS_PER_S = {"4xH100-80GB": 480e12, "4xA100-40GB": 190e12, "A100-40GB-nodes": 190e12}
+"""The rates of large matrix products in training."""
+
+HALF_ELEMENTS = 6.6e6
+"""The elements of a product with which forward reaches half of its limit, fitted to the runs on 4xH100-80GB."""
 
 PHASE_NOISE, REST_NOISE = 0.05, 0.2
 """Standard deviations of the logarithms of measured forward and backward, and of the rest of an iteration."""
@@ -49,8 +57,8 @@ class PhaseSeconds(NamedTuple):
 def priors_of_phases(machine: str) -> dict[str, Prior]:
     """Return the priors of the rates that the phases depend on."""
     return {
-        "training_flops_per_s": Prior(PRESETS[machine].matmul_flops, 0.25),
-        "layer_s": Prior(PUBLISHED_OVERHEADS.layer_s, 0.3),
+        "training_flops_per_s": Prior(LIMIT_FLOPS_PER_S[machine], 0.25),
+        "layer_s": Prior(LAYER_S, 0.3),
         # The forward after an interleaved update takes 6 to 11 ms per layer in the runs of at most 13B on 4xH100, whose
         # kernels are shorter than that, and that of stock 4.5 to 4.7 ms. The logs do not show the reason.
         "interleaved_layer_s": Prior(0.007, 0.3),
@@ -59,7 +67,7 @@ def priors_of_phases(machine: str) -> dict[str, Prior]:
         # Gradients are copied to pageable memory while the host waits, or at the link's rate.
         "blocking_gradient_bytes_per_s": Prior(6e9, 0.7),
         "gradient_bytes_per_s": Prior(link_bytes_per_s(machine), 0.7),
-        "rest_s": Prior(PUBLISHED_OVERHEADS.iteration_s, 0.3),
+        "rest_s": Prior(REST_S, 0.3),
         "interleaved_rest_s": Prior(0.48, 0.3),
     }
 
@@ -101,6 +109,8 @@ def micro_batch_seconds(run: MeasuredRun, rates: Mapping[str, float]) -> tuple[f
     model_bytes = PARAM_BYTES * setting.real_params
     work = MicroBatch(
         layers=setting.layers,
+        # The fitted seconds are per layer.
+        modules=setting.layers,
         elements=tokens * setting.hidden,
         forward_flops=forward_flops,
         # Backward takes twice as long as forward, and the layers are recomputed.
@@ -117,15 +127,19 @@ def micro_batch_seconds(run: MeasuredRun, rates: Mapping[str, float]) -> tuple[f
             reduce_scatter_bytes_per_s=peers,
             inter_node_bytes_per_s=rates["inter_node_bytes_per_s"],
         ),
-        overheads=Overheads(layer_s=rates["layer_s"]),
+        overheads=Overheads(forward_s=rates["layer_s"], backward_s=rates["layer_s"]),
     )
     return work.forward_s(phase_rates), work.backward_s(phase_rates)
 
 
-def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates:
-    """Return the rates that fit the phases of ``runs`` best. There must be at least one run, all of one machine."""
+def fit_phases(runs: Sequence[MeasuredRun], inter_node_bytes_per_s: float | None = None) -> FittedRates:
+    """Return the rates that fit the phases of ``runs`` best. There must be at least one run, all of one machine.
 
-    measured = []
+    ``inter_node_bytes_per_s`` is fitted also, unless it is given.
+    """
+    priors, measured = priors_of_phases(runs[0].machine), []
+    if inter_node_bytes_per_s is not None:
+        priors["inter_node_bytes_per_s"] = Prior(inter_node_bytes_per_s, 1e-3)
     for run in runs:
         forward_s, backward_s, updated_s, iteration_s = run.measured_s.values()
         # The times of a log are rounded, and the rest must be positive for its logarithm.
@@ -136,4 +150,4 @@ def fit_phases(runs: Sequence[MeasuredRun]) -> FittedRates:
         flat: Vector = (np.log(np.array([phases_of(run, rates) for run in runs]) / measured) / noise).ravel()
         return flat
 
-    return fit_rates(residuals, priors_of_phases(runs[0].machine))
+    return fit_rates(residuals, priors)

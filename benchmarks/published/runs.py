@@ -39,7 +39,7 @@ class RunSetting:
 class MeasuredRun:
     """One measured run. ``measured_s`` contains the seconds of each of ``QUANTITIES``.
 
-    ``blocking``: the last copy of the gradients to host memory blocks backward.
+    ``blocking``: the last copy of the gradients to host memory blocks backward, None if that is unknown.
     """
 
     machine: str
@@ -48,7 +48,7 @@ class MeasuredRun:
     setting: RunSetting
     micro_batch: int
     accumulation: int
-    blocking: bool
+    blocking: bool | None
     measured_s: dict[str, float]
 
     @property
@@ -89,7 +89,6 @@ def _run(row: dict[str, str]) -> MeasuredRun:
         ),
         micro_batch=micro_batch,
         accumulation=int(row["global_batch"]) // (micro_batch * ranks),
-        # A blank column is a run of a later DeepSpeed, which never blocks.
-        blocking=row["async_grad_flush"] == "0",
+        blocking={"0": True, "1": False}.get(row["async_grad_flush"]),
         measured_s={quantity: float(row[f"{quantity}_s"]) for quantity in QUANTITIES},
     )

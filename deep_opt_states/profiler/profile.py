@@ -37,7 +37,6 @@ from perf_model.prediction.hardware import (
     MATMUL_SIZE,
     QUANTITIES,
     REQUIRED,
-    SMALL_MATMUL_SIZE,
     HardwareProfile,
     Measurement,
     ProfileError,
@@ -214,7 +213,6 @@ def _entries(
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each direction has such a buffer
     update_numel = max(effort.update_numel, cache_bytes // 16)  # p, m and v in fp32, two tensors in bf16
     rows = min(effort.matrix_size, CPU_MATRIX_SIZE) if device is None else effort.matrix_size
-    matrices = {"matmul_flops_per_s": rows, "matmul_small_flops_per_s": min(SMALL_MATMUL_SIZE, rows)}
     small_bytes = SMALL_HOST_COPY_BYTES * torch.get_num_threads() if device is None else SMALL_COPY_BYTES
     gathered_bytes = int(effort.copy_bytes * (GATHERED_SHARE_ON_CPU if device is None else GATHERED_SHARE))
 
@@ -253,7 +251,7 @@ def _entries(
         ("stock_cpu_adam_params_per_s",): lambda: probes.stock_updates(stock_cpu_adam(SUB_GROUPS), memory(), host),
         ("dram_update_bytes_per_s", "dram_copy_bytes_per_s"): lambda: probes.host_memory(memory().slab),
         **on_device,
-        tuple(matrices): lambda: probes.matrix_products(host, matrices),
+        ("matmul_flops_per_s",): lambda: probes.matrix_products(host, {"matmul_flops_per_s": rows}),
         **gathers("all_gather_bytes_per_s", groups.in_node),
         **gathers("reduce_scatter_bytes_per_s", groups.in_node, reduces=True),
         **gathers("inter_node_bytes_per_s", groups.across_nodes),
@@ -293,8 +291,7 @@ def noise_waivers(
     }
     rate, (low, high) = median_of("matmul_flops_per_s"), matmul_bounds(gpu_memory_bytes, peak, has_accelerator=True)
     if gpu_memory_bytes is not None and rate is not None and not low <= rate <= high:
-        why = f"{rate:.3g} FLOP/s, outside {low:.3g} to {high:.3g}"
-        reasons |= dict.fromkeys(("matmul_flops_per_s", "matmul_small_flops_per_s"), why)
+        reasons["matmul_flops_per_s"] = f"{rate:.3g} FLOP/s, outside {low:.3g} to {high:.3g}"
     return {name: Measurement(waived=f"{IMPLAUSIBLE}{why}") for name, why in reasons.items()}
 
 

@@ -20,7 +20,7 @@ from perf_model.training_run.decoder import generic_model
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, Overheads
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_UNITS = 10_000
@@ -49,8 +49,8 @@ class Inputs:
 
     @property
     def overheads(self) -> Overheads:
-        """Return the fixed seconds of the host. On a GPU, they are those of the published runs."""
-        return PUBLISHED_OVERHEADS if self.profile.has_accelerator else NO_OVERHEADS
+        """Return the host's seconds, with their source."""
+        return Overheads.from_profile(self.profile)
 
     def forecast(self) -> Forecast:
         """Return the forecast of the best plan. Raise ``DoesNotFit``, with the remedy, if none fits."""

@@ -10,6 +10,7 @@ from perf_model.cli.plan_json import deepspeed_config, to_json_dict
 from perf_model.cli.screen import new_table, show
 from perf_model.cli.unit_runs import unit_runs
 from perf_model.prediction.overlap_windows import Windows
+from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.micro_batch import Overheads
@@ -28,10 +29,6 @@ TITLES = {
 
 COLUMNS = ("", "forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
 """The headers of the comparison. They fit into 80 columns."""
-
-LARGER_MODELS = (45, 0.038, 0.168)
-"""The number of published runs of larger models, with the median and 90th percentile of the relative errors of their
-iterations. The rates were fitted to smaller models on the same machine (``python -m benchmarks published``)."""
 
 WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit like these has another placement"
 
@@ -89,14 +86,7 @@ def _print_answer(found: Forecast, inputs: Inputs, machine: str) -> None:
         compared.append(f"{faster} times as fast as with stock DeepSpeed's offload")
     taken = f"With this plan, an iteration takes {seconds(predicted.iteration_s, DIGITS)}"
     show(f"{fits} {taken}: {', and '.join(compared)}.")
-    if inputs.profile.has_accelerator:
-        runs, median, p90 = LARGER_MODELS
-        show(
-            f"Iterations of {runs} published runs, predicted by the same rules, were off by {percent(median)} in the "
-            f"median and by at most {percent(p90)} in nine of ten, with rates fitted to smaller models on the same "
-            "machine (python -m benchmarks published). On GPUs of our own (H100, H200), with one model, updates took "
-            "1.0 to 1.5 times as long as predicted. At its end, training logs predicted and measured times."
-        )
+    show(f"{comparison(inputs.profile)} At its end, training logs predicted and measured times.")
 
 
 def _setting(found: Forecast, inputs: Inputs, machine: str) -> str:
@@ -135,7 +125,7 @@ def _print_comparison(found: Forecast, inputs: Inputs) -> None:
         if isinstance(outcome, Infeasible):
             show(f"{TITLES[name]}: {outcome.reason}")
     overheads = inputs.overheads
-    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""
+    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""
     show(
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "
@@ -144,11 +134,13 @@ def _print_comparison(found: Forecast, inputs: Inputs) -> None:
 
 
 def fixed_seconds(overheads: Overheads) -> str:
-    """Return a description of the fixed seconds of an iteration and of a layer, with their origin."""
+    """Return a description of the host's seconds per module, with their source."""
+    forward_s, backward_s, step_s = (
+        seconds(each_s, DIGITS) for each_s in (overheads.forward_s, overheads.backward_s, overheads.step_s)
+    )
     return (
-        f"{seconds(overheads.iteration_s, DIGITS)} are in no phase, and the launches of a layer take at least "
-        f"{seconds(overheads.layer_s, DIGITS)} per forward and twice that per backward, as in published runs on "
-        "4xH100 and not measured here"
+        f"the host takes {forward_s} per module in forward, {backward_s} in backward and {step_s} in step(), by "
+        f"{overheads.source}"
     )
 
 

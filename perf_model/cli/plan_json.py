@@ -64,7 +64,11 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         },
         "num_slots": plan.num_slots,
         "unit_size": found.unit_size,
-        "windows": {"backward_s": windows.backward_s, "forward_s": windows.forward_s},
+        "windows": {
+            "backward_s": windows.backward_s,
+            "forward_s": windows.forward_s,
+            "cpu_slowdown": windows.slowdown.cpu,
+        },
         "budgets": asdict(found.budgets),
         "plan": found.chosen.to_json_dict(),
         "deepspeed_config": deepspeed_config(found, inputs),

@@ -84,7 +84,7 @@ def _print_table(rows: list[SweepRow], overheads: Overheads) -> None:
         if row["why"] is not None:
             show(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", soft_wrap=True)
     legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
-    show(legend + (f"; of each iteration, {fixed_seconds(overheads)}" if overheads.iteration_s > 0 else ""))
+    show(legend + (f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
 
 
 def _cell(column: str, value: str | int | float | None) -> str:

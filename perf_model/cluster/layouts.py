@@ -11,7 +11,7 @@ from perf_model.prediction.memory import DoesNotFit
 from perf_model.prediction.network import Network
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PUBLISHED_OVERHEADS, MicroBatch, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, MicroBatch, Overheads, PhaseRates
 from perf_model.training_run.model import ModelError, require_integer
 
 MICRO_BATCHES = range(1, 65)
@@ -82,7 +82,8 @@ def predict_layouts(
         size, _, micro_batch, accumulation = layout
         laid_out = replace(job, tensor_parallel=size, micro_batch=micro_batch, accumulation=accumulation)
         try:
-            fitting.append(Forecast(laid_out, profile, limits, overlap, unit_sizes, PUBLISHED_OVERHEADS))
+            overheads = Overheads.from_profile(profile)
+            fitting.append(Forecast(laid_out, profile, limits, overlap, unit_sizes, overheads))
         except DoesNotFit as error:
             unfit[layout] = error.rule
     return sorted(fitting, key=lambda found: found.predicted.iteration_s), unfit
@@ -94,7 +95,7 @@ def parts_of(found: Forecast, profile: HardwareProfile) -> dict[str, float | str
     ``limited_by`` is the part whose removal would shorten the iteration the most.
     """
     job, work = found.job, found.job.work
-    rates = PhaseRates.from_profile(profile, job.ranks_on_node, PUBLISHED_OVERHEADS)
+    rates = PhaseRates.from_profile(profile, job.ranks_on_node, Overheads.from_profile(profile).of_plugin)
 
     def phases_s(work: MicroBatch, rates: PhaseRates) -> float:
         return job.accumulation * (work.forward_s(rates) + work.backward_s(rates))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,7 +51,6 @@ QUANTITIES: dict[str, Quantity] = {
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),
     "gpu_adam_params_per_s": Quantity("Adam on the accelerator", 2e9, 1e13),
     "matmul_flops_per_s": Quantity("bf16 matrix product on the accelerator, alone", 1e8, 1e17),
-    "matmul_small_flops_per_s": Quantity("bf16 product of small matrices on the accelerator, alone", 1e7, 1e17),
     "all_gather_bytes_per_s": Quantity("all-gather among the ranks of a node: bytes that a rank receives", 1e6, 1e13),
     "reduce_scatter_bytes_per_s": Quantity("reduce-scatter in a node: bytes that a rank sends", 1e6, 1e13),
     "inter_node_bytes_per_s": Quantity(
@@ -58,6 +58,18 @@ QUANTITIES: dict[str, Quantity] = {
     ),
 }
 """The quantities by name. Each of d ranks receives or sends (d - 1) / d of the whole in a collective."""
+
+TRAINING_QUANTITIES: dict[str, Quantity] = {
+    "training_flops_per_s": Quantity("matrix products of forward and backward, with many tokens", 1e8, 1e17),
+    "module_forward_s": Quantity("ZeRO-3 on the host, per module and forward", 1e-5, 1e-2),
+    "module_backward_s": Quantity("ZeRO-3 on the host, per module and backward without recomputation", 1e-5, 2e-2),
+    "module_gradients_s": Quantity("stock's copies of gradients in backward, on the host, per module", 0.0, 1e-2),
+    "module_step_s": Quantity("step() for any number of parameters, per module", 0.0, 1e-2),
+    "stock_step_params_per_s": Quantity("stock's step(), with norm, unscaling and copies", 1e7, 1e11),
+}
+"""Quantities of a run of DeepSpeed, which a profile need not contain. A module is one with parameters."""
+
+KNOWN = ChainMap(QUANTITIES, TRAINING_QUANTITIES)
 
 _SPECIFIED = {
     "gpu_memory_bytes": Quantity("memory of the GPU", 1e9, 1e13),
@@ -68,10 +80,14 @@ _SPECIFIED = {
 MATMUL_SIZE = 4096
 """The rows of the square matrices of ``matmul_flops_per_s`` on a GPU."""
 
-SMALL_MATMUL_SIZE = 1024
-"""The rows of the square matrices of ``matmul_small_flops_per_s``, which do not fill a GPU."""
-
-RETIRED_QUANTITIES = frozenset({"pageable_d2h_bytes_per_s", "rounding_params_per_s", "split_cpu_adam_params_per_s"})
+RETIRED_QUANTITIES = frozenset(
+    {
+        "matmul_small_flops_per_s",
+        "pageable_d2h_bytes_per_s",
+        "rounding_params_per_s",
+        "split_cpu_adam_params_per_s",
+    }
+)
 """Quantities of earlier versions, which are ignored in saved profiles."""
 
 REQUIRED = ("cpu_adam_params_per_s", "stock_cpu_adam_params_per_s", "dram_update_bytes_per_s")
@@ -168,12 +184,12 @@ class HardwareProfile:
     gpu_peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.measurements if name not in QUANTITIES]:
-            raise _error("measurements", f"must only have the keys {', '.join(QUANTITIES)}", unknown[0])
+        if unknown := [name for name in self.measurements if name not in KNOWN]:
+            raise _error("measurements", f"must only have the keys {', '.join(KNOWN)}", unknown[0])
         if missing := [name for name in REQUIRED if self.get(name) is None]:
             raise _error(missing[0], "is needed for every prediction", f"nothing ({self.why_missing(missing[0])})")
         for name, measurement in self.measurements.items():
-            _check(name, QUANTITIES[name], measurement.samples)
+            _check(name, KNOWN[name], measurement.samples)
         for threads, measurement in self.cpu_adam_by_threads.items():
             _check(f"cpu_adam_by_threads.{threads}", QUANTITIES["cpu_adam_params_per_s"], measurement.samples)
         for name, quantity in _SPECIFIED.items():
@@ -192,7 +208,7 @@ class HardwareProfile:
 
     def get(self, name: str) -> float | None:
         """Return the median of the quantity, or None if it is waived or missing."""
-        assert name in QUANTITIES, name
+        assert name in KNOWN, name
         measurement = self.measurements.get(name)
         return None if measurement is None or not measurement.samples else measurement.median
 

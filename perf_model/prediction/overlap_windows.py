@@ -83,7 +83,8 @@ class Windows:
             blocked_s += start_s - now_s
             now_s = end_s
         late_s = self._late_prefetches_s(timeline, now_s, cost)
-        slowed_s += max(0.0, now_s - blocked_s - self.forward_s)
+        if self.slowdown != NO_SLOWDOWN:
+            slowed_s += max(0.0, now_s - blocked_s - self.forward_s)
         # The flushes that are left when the next backward starts.
         slowed_s += progress.lost_s(now_s, max(now_s, min(timeline.end_s, now_s + self.backward_s)))
         return AddedTime(blocked_s + late_s, slowed_s)

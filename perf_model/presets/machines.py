@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from perf_model.prediction.cost import GPU_STEP_BYTES, stock_traffic_by_action, traffic_by_action
-from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile, Measurement, Provenance
+from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
-from perf_model.training_run.micro_batch import PARAM_BYTES, TRAINING_SHARE, MatrixRate
+from perf_model.training_run.micro_batch import PARAM_BYTES, TRAINING_SHARE
 
 TABLE = Path(__file__).with_name("machines.csv")
 """One line per node, with the fields of ``MachinePreset``.
 
-``gpu_memory_bytes`` is the memory that the driver reports. ``matmul_flops`` is the rate in training with large
-micro-batches: fitted to published runs (0.49 of the peak on H100, 0.61 on A100), or half of the peak. Links are as
+``gpu_memory_bytes`` is the memory that the driver reports. ``matmul_flops`` is the rate in training: fitted to
+published runs (one sequence on H100 and on 4xA100, four on A100-40GB-nodes), or half of the peak. Links are as
 specified, per GPU and direction, and ``joint`` is the rate of both directions as a multiple of one.
 ``peer_link_bytes_per_s`` is empty without links among GPUs. ``network_bytes_per_s`` is a GPU's share of the rate
 between nodes.
@@ -25,9 +25,6 @@ between nodes.
 
 REACHED_SHARE = 0.8
 """The assumed share of a specified bandwidth that copies and Adam reach."""
-
-HALF_ELEMENTS = 6.6e6
-"""The elements with which forward reaches half of its limit, fitted to published runs on 4xH100."""
 
 SELENE = "selene"
 """The preset of the Megatron paper's machine. One rate of products explains table 1 of arXiv 2104.04473, with all
@@ -86,10 +83,6 @@ class MachinePreset:
         """Return the profile of one rank while ``ranks`` ranks, one per GPU, run on the node."""
         link_bytes_per_s = REACHED_SHARE * self.link_bytes_per_s
         host_bytes_per_s = self.host_bytes_per_s / ranks
-        # Training reaches ``matmul_flops`` with the rates of single products.
-        half_elements = 0.0 if self.name == SELENE else HALF_ELEMENTS
-        matrix = MatrixRate(limit_flops_per_s=self.matmul_flops / TRAINING_SHARE, half_elements=half_elements)
-
         cpu_adam, stock_cpu_adam = (
             min(host_bytes_per_s / moved[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)
             for moved in (traffic_by_action(PARAM_BYTES), stock_traffic_by_action(PARAM_BYTES))
@@ -105,8 +98,8 @@ class MachinePreset:
             "dram_update_bytes_per_s": host_bytes_per_s,
             "dram_copy_bytes_per_s": host_bytes_per_s,
             "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_STEP_BYTES,
-            "matmul_flops_per_s": matrix.flops_per_s(MATMUL_SIZE**2),
-            "matmul_small_flops_per_s": matrix.flops_per_s(SMALL_MATMUL_SIZE**2),
+            # Training reaches ``matmul_flops`` with this rate of single products.
+            "matmul_flops_per_s": self.matmul_flops / TRAINING_SHARE,
             "all_gather_bytes_per_s": self.peer_bytes_per_s,
             "reduce_scatter_bytes_per_s": self.peer_bytes_per_s,
             "inter_node_bytes_per_s": self.network_bytes_per_s,

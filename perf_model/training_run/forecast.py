@@ -19,8 +19,9 @@ from perf_model.prediction.memory import (
     memory_of,
     reserved_by_stock,
 )
-from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import simulate
+from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.lowering import forward_order, serial_schedule
@@ -46,8 +47,8 @@ LIMITS_TO_LIFT = {
 class PredictedIteration:
     """The predicted seconds of one training iteration with all of its micro-batches.
 
-    ``update_s`` includes exposed and hidden time. ``fixed_s`` is in none of the phases. ``mfu`` is None if the peak is
-    unknown.
+    ``update_s`` includes exposed and hidden time. Forward includes what it and backward lose beside the update.
+    ``fixed_s`` is in none of the phases. ``mfu`` is None if the peak is unknown.
     """
 
     forward_s: float
@@ -124,12 +125,12 @@ class Forecast:
     ) -> None:
         """Find the best plan.
 
-        ``overheads`` are the fixed seconds of the host, which no profile measures. Raise ``DoesNotFit``, with the
-        remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
+        Raise ``DoesNotFit``, with the remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
         """
         self.job, self._profile, self._limits = job, profile, limits
         self._has_gpu = profile.has_accelerator
         self._rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
+        self._of_plugin = replace(self._rates, overheads=overheads.of_plugin)
         self._training = TrainingMemory(job)
         self.reserved_host_bytes = reserved_host_bytes(job.ranks_on_node, has_gpu=self._has_gpu)
         gpu = None if limits.gpu is None else limits.gpu - limits.gpu_margin
@@ -142,8 +143,9 @@ class Forecast:
         setup, self.windows = job.setup, Windows()
         if self._has_gpu:
             self.windows = Windows(
-                backward_s=job.work.backward_s(self._rates) if overlap.backward else 0.0,
-                forward_s=job.work.forward_s(self._rates) if overlap.forward else 0.0,
+                backward_s=job.work.backward_s(self._of_plugin) if overlap.backward else 0.0,
+                forward_s=job.work.forward_s(self._of_plugin) if overlap.forward else 0.0,
+                slowdown=Slowdown(cpu=overheads.cpu_slowdown if overlap.backward or overlap.forward else 0.0),
             )
             if left is not None and left >= 0:
                 # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
@@ -180,7 +182,7 @@ class Forecast:
             raise DoesNotFit(error.missing, self._remedy(error.missing)) from None
         self.planned, self.unit_size = self.chosen.planned, self.chosen.unit_size
         path = GradientPath.for_plan(self.chosen.plan, self.request.setup)
-        self.predicted = self._iteration(self.planned.update_s, self.planned.exposed_s, path)
+        self.predicted = self._iteration(self._of_plugin, self.planned.update_s, self.planned.added, path)
 
     def _eager_bytes(self, host_bytes: int | None) -> int:
         if self._limits.eager is not None:
@@ -209,18 +211,18 @@ class Forecast:
         return training.gpu_bytes if self._has_gpu else training.allocated_bytes
 
     def _iteration(
-        self, update_s: float, exposed_s: float, path: GradientPath, job: Job | None = None
+        self, rates: PhaseRates, update_s: float, added: AddedTime, path: GradientPath, job: Job | None = None
     ) -> PredictedIteration:
         """Return the iteration of ``job``. Each backward takes at least as long as the copies of its gradients."""
         job, peak = job or self.job, self._profile.gpu_peak_flops
-        computed_s = job.work.backward_s(self._rates)
+        computed_s = job.work.backward_s(rates)
         last_s, earlier_s = (max(computed_s, copies_s) for copies_s in path.seconds(self._profile))
         found = PredictedIteration(
-            forward_s=job.accumulation * job.work.forward_s(self._rates),
+            forward_s=job.accumulation * job.work.forward_s(rates) + added.slowed_s,
             backward_s=(job.accumulation - 1) * earlier_s + last_s,
             update_s=update_s,
-            exposed_update_s=exposed_s,
-            fixed_s=self._rates.overheads.iteration_s,
+            exposed_update_s=added.exposed_s,
+            fixed_s=job.work.modules * rates.overheads.step_s,
             tokens_per_s=0.0,
             mfu=None,
         )
@@ -256,7 +258,8 @@ class Forecast:
         if excess := self.budgets.missing(memory_of(plan, request.setup)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
         update = request.evaluate(plan)
-        return self._iteration(update.update_s, update.exposed_s, GradientPath.for_plan(plan, request.setup))
+        path = GradientPath.for_plan(plan, request.setup)
+        return self._iteration(self._of_plugin, update.update_s, update.added, path)
 
     def _deepspeed(self, residents: int) -> Outcome:
         plan, offload_param = self._plan_of_deepspeed(residents), self.job.offload_param
@@ -268,7 +271,11 @@ class Forecast:
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=offload_param)
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
-        return self._iteration(update_s, update_s, GradientPath.for_stock(plan))
+        if (step_params_per_s := self._profile.get("stock_step_params_per_s")) is not None:
+            # The rate includes what the simulation lacks: norm, unscaling and the search for inf.
+            update_s = max(update_s, plan.numel(Placement.CPU) / step_params_per_s)
+        rates = replace(self._rates, overheads=self._rates.overheads.of_stock)
+        return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan))
 
     def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
         """Return the plan with the first sub-groups on the GPU (``stage3.py``, ``subgroup_to_device``)."""
@@ -291,7 +298,8 @@ class Forecast:
             return Infeasible(reason=f"does not fit: {size(self.no_offload_bytes, DIGITS)} of {limit}")
         cost = CostModel.from_profile(self._profile, PARAM_BYTES)
         update_s = cost.load(ActionKind.GPU_STEP, self.planned.plan.workload.numel).total_s
-        return self._iteration(update_s, update_s, GradientPath(), replace(self.job, offload_param=False))
+        job = replace(self.job, offload_param=False)
+        return self._iteration(self._rates, update_s, AddedTime(update_s, 0.0), GradientPath(), job)
 
     @cached_property
     def no_offload_bytes(self) -> int:

@@ -10,7 +10,7 @@ from perf_model.prediction.memory import TrainingSetup
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
-from perf_model.training_run.micro_batch import FORWARD_ALL_REDUCES, PARAM_BYTES, MicroBatch
+from perf_model.training_run.micro_batch import PARAM_BYTES, MicroBatch
 from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, layer_in, require_integer
 
 DEFAULT_SUB_GROUP_SIZE = 1_000_000_000
@@ -149,6 +149,7 @@ class Job:
                 gathered_numel = sum(numel * shared.uses_of(name) for name, numel in self.shards.items())
         return MicroBatch(
             layers=self.shape.layers,
+            modules=self.shape.modules,
             elements=self.micro_batch * self.sequence * self.shape.hidden,
             forward_flops=self._forward_flops,
             backward_flops=self._iteration_flops(self.recompute) - self._forward_flops,
@@ -157,7 +158,7 @@ class Job:
             reduced_bytes=self.trainable_share * PARAM_BYTES * self.shard_numel,
             uploaded_bytes=PARAM_BYTES * gathered_numel / self.data_parallel if self.offload_param else 0.0,
             tensor_parallel=self.tensor_parallel,
-            backward_all_reduces=FORWARD_ALL_REDUCES * (2 if self.recompute else 1),
+            recompute=self.recompute,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from perf_model.prediction.hardware import MATMUL_SIZE, SMALL_MATMUL_SIZE, HardwareProfile
+from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP, SIXTEEN_BIT, TrainingSetup
 from perf_model.prediction.network import Network
 from perf_model.schedule.placement import Placement
@@ -14,25 +14,21 @@ from perf_model.schedule.workload import FP32_BYTES
 
 PARAM_BYTES = SIXTEEN_BIT.param
 
-BACKWARD_LAUNCHES = 2
-"""The host's time in backward relative to forward: 1.7 to 2.1 in published runs that launches limit."""
-
 FORWARD_ALL_REDUCES = 2
 """The all-reduces of a layer's forward with tensor parallelism: one after attention, one after the feed-forward."""
 
 TRAINING_SHARE = 0.65
-"""The rate of training on a GPU, as a share of the rate of single matrix products. The limits of 190 and 480 TFLOPS
-that fit the published runs on 4xA100 and 4xH100 are 0.71 and 0.61 of 267.9 and 792.1 TFLOPS, the fastest products
-measured on one A100 SXM and one H100 SXM (github.com/stas00/ml-engineering, ``compute/accelerator``, "Maximum
-Achievable Matmul FLOPS"). The form factors of those GPUs are not published, so the share is known to about a tenth."""
+"""The rate of training on a GPU, as a share of the rate of single matrix products, where only the latter is measured.
+On our H200, backward with 16,384 tokens reached it (``tests/model/test_own_gpus.py``). The published runs on 4xA100 and
+4xH100 reached 0.71 and 0.61."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRate:
-    """The rate of the operations in training, which rises with the size of the matrix products.
+    """The rate of the operations in training.
 
     A product with ``elements`` elements in its result runs at ``limit_flops_per_s * elements / (elements +
-    half_elements)``, because a small product does not fill the accelerator.
+    half_elements)``.
     """
 
     limit_flops_per_s: float
@@ -40,22 +36,15 @@ class MatrixRate:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> MatrixRate:
-        """Return the rate in training.
+        """Return the rate in training, for products of any size.
 
-        Raise ``ProfileError`` if ``profile`` contains no matrix product. The curve passes both products of the profile,
-        or is constant with only one. On a GPU, training reaches ``TRAINING_SHARE`` of it. No share is known for a CPU.
+        Raise ``ProfileError`` if ``profile`` contains no matrix product. No share of them is known for a CPU.
         """
-        share = TRAINING_SHARE if profile.has_accelerator else 1.0
-        large = profile.rate("matmul_flops_per_s", purpose="forward and backward")
-        small = profile.get("matmul_small_flops_per_s")
-        if small is None or small >= large:
-            return cls(limit_flops_per_s=share * large)
-        elements, small_elements = MATMUL_SIZE**2, SMALL_MATMUL_SIZE**2
-        # Below this bound, which noise does not reach, the limit would become infinite or negative.
-        small = max(small, 2 * large * small_elements / elements)
-        slope = (1 / small - 1 / large) / (1 / small_elements - 1 / elements)
-        limit = 1 / (1 / large - slope / elements)
-        return cls(limit_flops_per_s=share * limit, half_elements=slope * limit)
+        measured = profile.get("training_flops_per_s")
+        if measured is None:
+            share = TRAINING_SHARE if profile.has_accelerator else 1.0
+            measured = share * profile.rate("matmul_flops_per_s", purpose="forward and backward")
+        return cls(limit_flops_per_s=measured)
 
     def flops_per_s(self, elements: float) -> float:
         """Return the FLOP/s of a product with ``elements`` elements in its result."""
@@ -64,21 +53,59 @@ class MatrixRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Fixed seconds of the host: ``iteration_s`` outside of all phases, and ``layer_s`` per layer and forward.
+    """The host's seconds per module, in which it runs hooks and launches kernels, and their ``source``.
 
-    In ``layer_s``, the host runs DeepSpeed's hooks and launches the kernels of a layer. The accelerator computes
-    meanwhile, so the slower of both determines the time.
+    ``forward_s`` and ``backward_s`` are of ZeRO-3 without offloading, per micro-batch. Stock's copies of gradients add
+    ``gradients_s`` to backward, and the plugin's hooks add ``hooks_s`` to forward. ``step_s`` is the part of ``step()``
+    that does not depend on the number of parameters. ``cpu_slowdown`` is the share of the model's speed that is lost
+    while the CPU updates beside it.
     """
 
-    layer_s: float = 0.0
-    iteration_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    gradients_s: float = 0.0
+    hooks_s: float = 0.0
+    step_s: float = 0.0
+    cpu_slowdown: float = 0.0
+    source: str = ""
+
+    @classmethod
+    def from_profile(cls, profile: HardwareProfile) -> Overheads:
+        """Return the measured seconds of ``profile``, or those of our machines for a GPU without a measurement."""
+        names = {name: f"module_{name}" for name in ("forward_s", "backward_s", "gradients_s", "step_s")}
+        measured = {name: profile.get(quantity) for name, quantity in names.items()}
+        found = {name: value for name, value in measured.items() if value is not None}
+        if not profile.has_accelerator:
+            return cls(**found, source="the profile")
+        if len(found) == len(names):
+            return replace(NEAREST_HOST, **found, source=f"the profile, but {PLUGIN} {NEAREST_HOST.source}")
+        return NEAREST_HOST
+
+    @property
+    def of_plugin(self) -> Overheads:
+        """Return the seconds with the plugin's hooks in forward."""
+        return replace(self, forward_s=self.forward_s + self.hooks_s)
+
+    @property
+    def of_stock(self) -> Overheads:
+        """Return the seconds with stock's copies of gradients in backward."""
+        return replace(self, backward_s=self.backward_s + self.gradients_s)
 
 
 NO_OVERHEADS = Overheads()
 
-PUBLISHED_OVERHEADS = Overheads(layer_s=0.0046, iteration_s=0.36)
-"""Medians of the published stock runs of Megatron-DeepSpeed on 4xH100-80GB (``benchmarks/data/published_runs.csv``):
-forward_s over layers up to 13B, and iteration_s less its phases. No other machine was measured."""
+PLUGIN = "hooks and the slowdown beside updates are of"
+
+NEAREST_HOST = Overheads(
+    forward_s=0.65e-3,
+    backward_s=1.2e-3,
+    gradients_s=0.3e-3,
+    hooks_s=0.17e-3,
+    step_s=0.3e-3,
+    cpu_slowdown=0.4,
+    source="our runs on H100 and H200, with hosts of 16 cores, and not of this machine",
+)
+"""The seconds on the only hosts that this project measured (docs/planning.md has the rows of each term)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +138,12 @@ class MicroBatch:
 
     ``elements`` are the tokens times the hidden size. ``gathered_bytes`` are gathered in forward and again in backward.
     ``uploaded_bytes`` are copied to the accelerator for each gather. ``reduced_bytes`` are all gradients.
-    ``tensor_parallel`` ranks share the matrix products of a layer and sum its activations, twice in forward and
-    ``backward_all_reduces`` times in backward (arXiv 2104.04473, section 2.3).
+    ``tensor_parallel`` ranks share the matrix products of a layer and sum its activations, twice in each forward and
+    backward (arXiv 2104.04473, section 2.3). ``recompute``: backward repeats forward.
     """
 
     layers: int
+    modules: int
     elements: float
     forward_flops: float
     backward_flops: float
@@ -124,21 +152,22 @@ class MicroBatch:
     reduced_bytes: float
     uploaded_bytes: float = 0.0
     tensor_parallel: int = 1
-    backward_all_reduces: int = 2 * FORWARD_ALL_REDUCES
+    recompute: bool = True
 
     def forward_s(self, rates: PhaseRates) -> float:
         """Return the seconds of forward. Gathers, launches and arithmetic overlap, so the slowest of them counts."""
         return max(
             self._layers_s(self.forward_flops, FORWARD_ALL_REDUCES, rates),
-            self.layers * rates.overheads.layer_s,
+            self.modules * rates.overheads.forward_s,
             self._gather_s(rates),
         )
 
     def backward_s(self, rates: PhaseRates) -> float:
-        """Return the seconds of backward with recomputation. Gather and reduction share the network."""
+        """Return the seconds of backward. Gather and reduction share the network."""
+        again, host = int(self.recompute), rates.overheads
         return max(
-            self._layers_s(self.backward_flops, self.backward_all_reduces, rates),
-            BACKWARD_LAUNCHES * self.layers * rates.overheads.layer_s,
+            self._layers_s(self.backward_flops, FORWARD_ALL_REDUCES * (1 + again), rates),
+            self.modules * (host.backward_s + again * host.forward_s),
             self._gather_s(rates) + self._network(rates).reduce_scatter_s(self.reduced_bytes, self.ranks),
         )
 

@@ -161,6 +161,12 @@ class ModelShape:
         uses_of = (lambda name: 1) if self.shared is None else self.shared.uses_of
         return sum(tensor.active_numel * uses_of(tensor.name) for tensor in self.tensors if tensor.multiplied)
 
+    @cached_property
+    def modules(self) -> int:
+        """Return the number of modules with parameters, counted once per use."""
+        paths = {tensor.name[: dot.end()] for tensor in self.tensors for dot in re.finditer(r"\.", tensor.name)}
+        return sum(1 if self.shared is None else self.shared.uses_of(path) for path in paths)
+
     def forward_flops(self, batch: int, sequence: int) -> float:
         """Return the operations of all matrix products in forward for ``batch`` sequences."""
         return 2.0 * batch * sequence * (self.multiplied_numel + sequence * self.scores_width)

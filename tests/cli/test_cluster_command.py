@@ -129,7 +129,7 @@ def test_the_screen_names_the_network_and_the_fixed_time(capsys: pytest.CaptureF
         "network between nodes, per GPU: 25 GB/s, given, not measured",
         "network inside a node, per GPU: 300 GB/s, given, not measured",
         "days gpu_hours",
-        "as in published runs on 4xH100 and not measured here.",
+        "by our runs on H100 and H200, with hosts of 16 cores, and not of this machine.",
         '"gradient_accumulation_steps": ',
     ):
         assert expected in shown

@@ -16,6 +16,7 @@ from perf_model.prediction.cost import CostModel
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator
+from perf_model.prediction.slowdown import Slowdown
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
@@ -123,7 +124,8 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
     inputs = printed["inputs"]
     machine = HardwareProfile.from_json(json.dumps(inputs["machine"]))
     cost = CostModel.from_profile(machine, PARAM_BYTES, params_on_host=inputs["job"]["offload_param"])
-    windows = Windows(**printed["windows"], first_use=tuple(printed["order"]["first_use"]))
+    slowdown = Slowdown(cpu=printed["windows"].pop("cpu_slowdown"))
+    windows = Windows(**printed["windows"], first_use=tuple(printed["order"]["first_use"]), slowdown=slowdown)
     timeline = Simulator(cost, windows).run(plan.schedule, workload)
     assert windows.exposed_s(timeline, workload, cost) == printed["predicted"]["exposed_update_s"]
     assert printed["unit_size"] >= max(unit["numel"] for unit in units)

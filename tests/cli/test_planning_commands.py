@@ -172,12 +172,12 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "all streamed",
         "no offload: does not fit: 55 GB of 48.0 GB that --gpu-memory-gb and its margin leave",
         "forward backward exposed hidden iteration tokens/s MFU speed-up",
-        "360 ms are in no phase",
+        "the host takes 650 us per module in forward",
         "the stock offload of DeepSpeed today, with asynchronous copies of gradients",
         "lower bound of the update, exposed and hidden time together: ",
         "of which pinned",
         "slots (GPU buffers for streamed units)",
-        "On GPUs of our own (H100, H200), with one model, updates took 1.0 to 1.5 times as long as predicted",
+        "Iterations of 45 published runs on the GPUs of this preset were off by",
         '"placement": "planned"',
     ):
         assert expected in words
@@ -228,9 +228,9 @@ def test_plan_states_how_many_parameters_are_eager_and_their_bytes(capsys: pytes
     assert few["memory"]["eager_bytes"] == 4 * 12 * eager_numel, "of four ranks"
     assert 0 < 12 * eager_numel <= 4e9
     assert few["memory"]["host_bytes"] - few["memory"]["eager_bytes"] == none["memory"]["host_bytes"]
-    exposed_s = [found["predicted"]["exposed_update_s"] for found in (by_default, few, none)]
-    assert exposed_s == sorted(exposed_s)
-    assert exposed_s[0] < exposed_s[2]
+    iteration_s = [found["predicted"]["iteration_s"] for found in (by_default, few, none)]
+    assert iteration_s == sorted(iteration_s)
+    assert iteration_s[0] < iteration_s[2]
     assert main(["plan", *job(**options, eager_memory_gb=4)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{eager_numel / 1e9:.2f} B parameters, with {12 * eager_numel / 1e9:.1f} GB of host memory" in shown

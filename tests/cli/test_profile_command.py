@@ -22,7 +22,6 @@ HOST = {
     "dram_update_bytes_per_s",
     "dram_copy_bytes_per_s",
     "matmul_flops_per_s",
-    "matmul_small_flops_per_s",
 }
 
 IN_NODE = {"all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"}

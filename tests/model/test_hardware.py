@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from perf_model.prediction.cost import CostModel, Resource
-from perf_model.prediction.hardware import QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from perf_model.prediction.hardware import (
+    QUANTITIES,
+    REQUIRED,
+    RETIRED_QUANTITIES,
+    HardwareProfile,
+    Measurement,
+    ProfileError,
+    Provenance,
+)
 from perf_model.training_run.micro_batch import MatrixRate
 from tests.model.profiles import RATES, profile
 
@@ -36,7 +44,7 @@ def test_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_nee
         MatrixRate.from_profile(profile())
 
 
-@pytest.mark.parametrize("name", ["pageable_d2h_bytes_per_s", "rounding_params_per_s", "split_cpu_adam_params_per_s"])
+@pytest.mark.parametrize("name", sorted(RETIRED_QUANTITIES))
 def test_a_saved_profile_with_a_retired_quantity_is_still_read(name: str) -> None:
     saved = json.loads(profile().to_json())
     saved["measurements"][name] = {"samples": [9e9]}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from perf_model.prediction.hardware import ACCELERATOR_RATES, MATMUL_SIZE, SMALL_MATMUL_SIZE
+from perf_model.prediction.hardware import ACCELERATOR_RATES
 from perf_model.prediction.network import Network
-from perf_model.presets.machines import HALF_ELEMENTS, MACHINES
+from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import (
+    NEAREST_HOST,
     NO_OVERHEADS,
     TRAINING_SHARE,
     GradientPath,
@@ -40,35 +38,41 @@ def test_without_network_and_overheads_only_the_arithmetic_counts() -> None:
     assert PhaseRates.from_profile(GPU, 8, NO_OVERHEADS).network == NO_NETWORK
 
 
-def test_a_curve_goes_through_both_measured_products() -> None:
-    rate = MatrixRate.from_profile(profile({**RATES, "matmul_flops_per_s": 6e14, "matmul_small_flops_per_s": 2e14}))
-    assert rate.flops_per_s(MATMUL_SIZE**2) == pytest.approx(TRAINING_SHARE * 6e14)
-    assert rate.flops_per_s(SMALL_MATMUL_SIZE**2) == pytest.approx(TRAINING_SHARE * 2e14)
-    assert rate.flops_per_s(1e12) > TRAINING_SHARE * 6e14
-    assert rate.flops_per_s(rate.half_elements) == pytest.approx(rate.limit_flops_per_s / 2)
+def test_training_runs_at_the_measured_rate_or_at_a_share_of_the_measured_products() -> None:
+    assert MatrixRate.from_profile(GPU).flops_per_s(1e12) == pytest.approx(1e14)
+    assert MatrixRate.from_profile(profile({**RATES, "training_flops_per_s": 2e14})).flops_per_s(1e6) == 2e14
 
 
 def test_a_preset_trains_at_the_rate_that_fits_the_published_runs_and_a_cpu_at_that_of_its_products() -> None:
     rate = MatrixRate.from_profile(MACHINES["h100-pcie5"].profile(ranks=4))
     assert rate.limit_flops_per_s == pytest.approx(MACHINES["h100-pcie5"].matmul_flops)
-    assert rate.half_elements == pytest.approx(HALF_ELEMENTS)
+    assert rate.half_elements == 0
     cpu = profile({**RATES, **dict.fromkeys(ACCELERATOR_RATES), "matmul_flops_per_s": 1e13})
     assert MatrixRate.from_profile(replace(cpu, gpu_memory_bytes=None)).limit_flops_per_s == 1e13
 
 
-@given(st.floats(1e12, 1e15), st.floats(1e8, 1e15))
-def test_any_two_products_give_a_rate_that_rises_with_the_size(large: float, small: float) -> None:
-    rate = MatrixRate.from_profile(profile({**RATES, "matmul_flops_per_s": large, "matmul_small_flops_per_s": small}))
-    rates = [rate.flops_per_s(elements) for elements in (1e4, 1e6, 1e8, 1e10)]
-    assert all(smaller <= larger * (1 + 1e-9) for smaller, larger in pairwise(rates))
-    assert rates[0] > 0
-    assert rates[-1] <= 2.3 * TRAINING_SHARE * large
-
-
 def test_a_host_that_launches_slowly_is_the_limit_of_narrow_layers() -> None:
-    slow = replace(ALONE, overheads=Overheads(layer_s=0.1))
-    assert JOB.work.forward_s(slow) == pytest.approx(32 * 0.1)
-    assert JOB.work.backward_s(slow) == pytest.approx(2 * 32 * 0.1)
+    slow, modules = replace(ALONE, overheads=Overheads(forward_s=0.1, backward_s=0.2)), JOB.shape.modules
+    assert modules == 2 + 32 * 11 + 2, "the model and its list of layers, 11 modules per layer, a norm and a table"
+    assert JOB.work.forward_s(slow) == pytest.approx(modules * 0.1)
+    assert JOB.work.backward_s(slow) == pytest.approx(modules * 0.3), "with recomputation"
+    assert replace(JOB, recompute=False).work.backward_s(slow) == pytest.approx(modules * 0.2)
+
+
+def test_each_arm_adds_its_own_seconds() -> None:
+    host = Overheads(forward_s=1e-3, backward_s=2e-3, gradients_s=3e-3, hooks_s=4e-3)
+    assert (host.of_plugin.forward_s, host.of_plugin.backward_s) == (5e-3, 2e-3)
+    assert (host.of_stock.forward_s, host.of_stock.backward_s) == (1e-3, 5e-3)
+
+
+def test_seconds_of_the_host_are_of_the_profile_or_of_our_machines_and_their_source_says_so() -> None:
+    modules = {f"module_{name}_s": 1e-3 for name in ("forward", "backward", "gradients", "step")}
+    measured = Overheads.from_profile(profile({**RATES, **modules}))
+    assert (measured.forward_s, measured.step_s) == (1e-3, 1e-3)
+    assert measured.source.startswith("the profile, but hooks and the slowdown beside updates are of our runs")
+    assert Overheads.from_profile(GPU) == NEAREST_HOST
+    cpu = replace(profile({**RATES, **dict.fromkeys(ACCELERATOR_RATES)}), gpu_memory_bytes=None)
+    assert Overheads.from_profile(cpu) == replace(NO_OVERHEADS, source="the profile")
 
 
 def test_gathers_and_reductions_take_as_long_as_the_network_needs() -> None:
@@ -129,11 +133,11 @@ def test_accumulation_repeats_forward_and_backward_and_not_the_update() -> None:
     limits, stock = MemoryLimits(gpu=10**12, host=None), []
     for accumulation in (1, 4):
         job = replace(JOB, world_size=4, ranks_per_node=4, sequence=4096, accumulation=accumulation)
-        found = Forecast(job, GPU, limits, Overlap(), [10**8], Overheads(iteration_s=0.5))
+        found = Forecast(job, GPU, limits, Overlap(), [10**8], Overheads(step_s=0.5))
         assert found.predicted.forward_s == pytest.approx(accumulation * job.work.forward_flops / 1e14)
         assert found.windows.forward_s == pytest.approx(job.work.forward_flops / 1e14), "one micro-batch"
         assert found.windows.backward_s == pytest.approx(job.work.backward_flops / 1e14), "the last micro-batch"
-        assert found.predicted.fixed_s == 0.5
+        assert found.predicted.fixed_s == pytest.approx(0.5 * job.shape.modules)
         assert found.predicted.tokens_per_s == pytest.approx(4 * 4096 * accumulation / found.predicted.iteration_s)
         outcome = found.baselines["stock"]
         assert isinstance(outcome, PredictedIteration)

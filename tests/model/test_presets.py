@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published.phases import SEQUENCE
+from benchmarks.published.phases import LAYER_S, REST_S, SEQUENCE
 from benchmarks.published.runs import GPUS_PER_NODE, MeasuredRun, read_runs
 from benchmarks.published.updates import (
     STREAMED_BYTES,
@@ -23,7 +23,7 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PARAM_BYTES, PUBLISHED_OVERHEADS
+from perf_model.training_run.micro_batch import PARAM_BYTES, Overheads
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
@@ -64,8 +64,11 @@ def stock_iteration_s(run: MeasuredRun, preset: str) -> float:
         accumulation=run.accumulation,
         sub_group_size=run.setting.sub_group_size,
     )
+    # Megatron-DeepSpeed's seconds per layer, divided among the modules of a layer here.
+    module_s = LAYER_S * job.shape.layers / job.shape.modules
+    overheads = Overheads(forward_s=module_s, backward_s=module_s, step_s=REST_S / job.shape.modules)
     profile, unlimited = MACHINES[preset].profile(job.ranks_on_node), MemoryLimits(gpu=None, host=None)
-    found = Forecast(job, profile, unlimited, Overlap(), (50_000_000,), PUBLISHED_OVERHEADS).baselines["stock"]
+    found = Forecast(job, profile, unlimited, Overlap(), (50_000_000,), overheads).baselines["stock"]
     assert isinstance(found, PredictedIteration)
     return found.iteration_s
 

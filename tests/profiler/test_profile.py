@@ -15,7 +15,6 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import cache
-from deep_opt_states.profiler import profile as profile_module
 from deep_opt_states.profiler.cache import fingerprint
 from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.profile import (
@@ -59,7 +58,6 @@ UPDATE_S = 5e-4
 
 COPY_LATENCY_S = 1e-6
 
-SMALL_SIZE = 16
 """The rows of the small matrices in these tests."""
 
 IN_NODE_S, ACROSS_NODES_S = 4e-5, 7e-4
@@ -98,7 +96,6 @@ SLAB_BYTES = 8 * (3 * 10_000 * 4 + 2 * 20_032)
 def virtual_profile(device: VirtualDevice, cores: int, monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(machine, "core_quota", lambda folders: None)
-    monkeypatch.setattr(profile_module, "SMALL_MATMUL_SIZE", SMALL_SIZE)
     plugin, stock = TimedAdam(device, UPDATE_S - TICK_S), TimedAdam(device, 1.5 * UPDATE_S - TICK_S)
     groups = CollectiveGroups(in_node=GroupOfTwo(device, IN_NODE_S), across_nodes=GroupOfTwo(device, ACROSS_NODES_S))
     with kernels(
@@ -128,7 +125,6 @@ def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monke
         "dram_copy_bytes_per_s": SLAB_BYTES / TICK_S,
         "gpu_adam_params_per_s": 10_000 / KERNEL_S,
         "matmul_flops_per_s": 2 * 64**3 / PRODUCT_S,
-        "matmul_small_flops_per_s": 2 * SMALL_SIZE**3 / PRODUCT_S,
         "all_gather_bytes_per_s": 2**19 / 2 / IN_NODE_S,
         "reduce_scatter_bytes_per_s": 2**19 / 2 / IN_NODE_S,
         "inter_node_bytes_per_s": 2**19 / 2 / ACROSS_NODES_S,
@@ -141,9 +137,8 @@ def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monke
 def test_the_host_is_measured_without_an_accelerator() -> None:
     profile = measure(None, Ranks(), SMALL, threads=THREADS)
     waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
-    # The matrix products are the CPU's here.
-    matmul = {"matmul_flops_per_s", "matmul_small_flops_per_s"}
-    host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", *matmul}
+    # The matrix product is the CPU's here.
+    host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", "matmul_flops_per_s"}
     assert waived == {
         name: NO_GROUPS.in_node if name in COLLECTIVES else NO_ACCELERATOR for name in QUANTITIES if name not in host
     }
@@ -345,8 +340,7 @@ def test_a_rate_in_both_directions_above_the_sum_of_the_two_is_waived_and_still_
 
 
 def test_a_matrix_product_that_no_gpu_has_is_waived() -> None:
-    names = ("matmul_flops_per_s", "matmul_small_flops_per_s")
-    for large, waived in ((9e11, True), (2e12, False), (9.9e14, False), (1.3e15, True)):
-        measurements = {name: Measurement(samples=(rate,)) for name, rate in zip(names, (large, 1e11), strict=True)}
-        assert set(noise_waivers(measurements, 80 * 10**9, 989e12)) == (set(names) if waived else set())
+    for rate, waived in ((9e11, True), (2e12, False), (9.9e14, False), (1.3e15, True)):
+        measurements = {"matmul_flops_per_s": Measurement(samples=(rate,))}
+        assert set(noise_waivers(measurements, 80 * 10**9, 989e12)) == (set(measurements) if waived else set())
         assert noise_waivers(measurements, None, None) == {}, "a CPU may be that slow"

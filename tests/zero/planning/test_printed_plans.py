@@ -15,6 +15,7 @@ from deep_opt_states.report.record import PredictedUpdate
 from perf_model.__main__ import main
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.slowdown import Slowdown
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
@@ -94,7 +95,8 @@ SETTINGS = (
 
 def run_of(setting: PlanSetting, printed: dict[str, Any]) -> TrainingRun:
     """Return the training run with the printed config, whose first steps measure what ``plan`` assumes."""
-    model, job = MODELS[setting.model], setting.job
+    model, job, windows = MODELS[setting.model], setting.job, dict(printed["windows"])
+    slowdown = Slowdown(cpu=windows.pop("cpu_slowdown"))
     assert setting.profile.gpu_memory_bytes is not None
     return TrainingRun(
         parameters=model.parameters(),
@@ -102,7 +104,7 @@ def run_of(setting: PlanSetting, printed: dict[str, Any]) -> TrainingRun:
         config=printed["deepspeed_config"],
         profile=setting.profile,
         uses=model.uses(),
-        windows=Windows(**printed["windows"]),
+        windows=Windows(**windows, slowdown=slowdown),
         free_bytes=setting.profile.gpu_memory_bytes - TrainingMemory(job).gpu_bytes - TrainingMemory(job).cache_bytes,
     )
 
@@ -158,8 +160,9 @@ def test_the_engine_finds_the_printed_plan_with_options_that_the_config_has(
 
 @pytest.mark.parametrize("changed", ["windows", "uses", "free_bytes", "parameters"])
 def test_the_plan_of_the_engine_depends_on_all_that_it_measures(changed: str, tmp_path: Path) -> None:
-    printed = json.loads(print_plan(SETTINGS[0]))
-    run = run_of(SETTINGS[0], printed)
+    setting = SETTINGS[12]
+    printed = json.loads(print_plan(setting))
+    run = run_of(setting, printed)
     other: dict[str, Any] = {
         "windows": Windows(backward_s=run.windows.backward_s * 4, forward_s=run.windows.forward_s * 4),
         "uses": run.uses[::-1],

@@ -1,0 +1,157 @@
+"""Compare predictions with every setting that this project ran on GPUs.
+
+The aims are 10 % of the iteration in the median and 20 % at worst for both arms, 15 % of the speed-up, and 10 % of
+stock's update. The seconds per module and the rate of stock's step in ``h100_profile.json`` and ``h200_profile.json``
+follow from these rows themselves, one value per kind of machine for all of its rows. Equal settings on two machines of
+one kind differed by 30 %, so no value can be near both.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from statistics import median
+
+from perf_model.planner import evaluate, in_forward_order
+from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.memory import DEFAULT_SETUP
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.training_run.decoder import llama
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
+from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import Overheads
+from perf_model.training_run.model import ModelShape, ParameterShape
+from tests.model.test_h100_4b import DATA, NUMEL, ROWS, UNITS, placements
+
+GPU_BYTES = {1: 16_300_000_000, 8: 35_400_000_000}
+"""The GPU memory by micro-batch that leaves 4.4 GB to the update, as in the config of the runs."""
+
+Errors = Mapping[str, list[float]]
+
+
+def profile_of(gpu: str) -> HardwareProfile:
+    return HardwareProfile.read(DATA / f"{'h200' if 'H200' in gpu else 'h100'}_profile.json")
+
+
+def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
+    """Return the shape of the model in ``examples/common/byte_gpt.py``."""
+
+    def vector(name: str, numel: int) -> ParameterShape:
+        return ParameterShape(name, numel, numel, False)
+
+    def matrix(name: str, numel: int) -> ParameterShape:
+        return ParameterShape(f"{name}.weight", numel, numel, True)
+
+    tensors = [vector("byte_embedding.weight", 256 * width), vector("position_embedding.weight", context * width)]
+    for number in range(layers):
+        for norm in ("attention_norm", "mlp_norm"):
+            tensors += [vector(f"blocks.{number}.{norm}.{kind}", width) for kind in ("weight", "bias")]
+        for name, inputs, outputs in (("qkv", 1, 3), ("attention_out", 1, 1), ("mlp_in", 1, 4), ("mlp_out", 4, 1)):
+            tensors.append(matrix(f"blocks.{number}.{name}", inputs * outputs * width**2))
+            tensors.append(vector(f"blocks.{number}.{name}.bias", outputs * width))
+    tensors += [vector("norm.weight", width), vector("norm.bias", width), matrix("head", 256 * width)]
+    sizes = {"layers": layers, "hidden": width, "heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
+    sizes |= {"intermediate": 4 * width, "vocab": 256, "scores_width": 2 * layers * width}
+    return ModelShape(name="ByteGPT", **sizes, tensors=tuple(tensors))
+
+
+def qwen3_4b() -> ModelShape:
+    sizes = {"layers": 36, "hidden": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 9728}
+    shape = llama("Qwen3-4B", **sizes, vocab=151_936, tied=True)
+    paths = [f"model.layers.{number}.self_attn.{kind}_norm.weight" for number in range(36) for kind in "qk"]
+    return replace(shape, tensors=(*shape.tensors, *(ParameterShape(path, 128, 128, False) for path in paths)))
+
+
+def forecast(job: Job, profile: HardwareProfile, limits: MemoryLimits, *unit_sizes: int) -> Forecast:
+    return Forecast(job, profile, limits, Overlap(), unit_sizes, Overheads.from_profile(profile))
+
+
+def outcome(found: Forecast, name: str) -> PredictedIteration:
+    predicted = found.baselines[name]
+    assert isinstance(predicted, PredictedIteration)
+    return predicted
+
+
+@cache
+def errors_of_1b() -> Errors:
+    """Return the relative errors of the settings of ``python -m benchmarks training_step`` on GPUs."""
+    settings: dict[tuple[str, str, str], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for line in (DATA.parent / "results/training_step.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["gpu"] is not None and "median" in row:
+            of_variant = settings[row["gpu"], row["date"], json.dumps(row["setting"])][row["variant"]]
+            of_variant[row["quantity"]] = row["median"]
+    errors: dict[str, list[float]] = defaultdict(list)
+    for (gpu, _, text), measured in settings.items():
+        setting, profile = json.loads(text), profile_of(gpu)
+        job = Job(
+            shape=byte_gpt(setting["layers"], setting["width"], setting["context"]),
+            world_size=1,
+            ranks_per_node=1,
+            micro_batch=setting["micro_batch"],
+            sequence=setting["context"],
+            recompute=False,
+            sub_group_size=setting["sub_group_size"],
+        )
+        assert job.shape.numel == setting["parameters"]
+        limits = MemoryLimits(gpu=GPU_BYTES[job.micro_batch], host=profile.host_memory_bytes)
+        found = forecast(job, profile, limits, 7_193_856, 16_786_176, 25_179_136)
+        stock_s, ours_s = (measured[variant]["iteration"] for variant in ("stock", "ours"))
+        stock = outcome(found, "stock")
+        errors["stock"].append(stock.iteration_s / stock_s - 1)
+        errors["plugin"].append(found.predicted.iteration_s / ours_s - 1)
+        errors["speed-up"].append(stock.iteration_s / found.predicted.iteration_s / (stock_s / ours_s) - 1)
+        errors["update"].append(stock.update_s / measured["stock"]["update exposed"] - 1)
+    return errors
+
+
+@cache
+def errors_of_4b() -> Errors:
+    """Return the relative errors of the runs in ``h100_4b.csv``, with the plans that ran, and ``h100_4b_stock.csv``."""
+    profile, errors, shape = profile_of("H100"), defaultdict[str, list[float]](list), qwen3_4b()
+
+    def of_micro_batch(size: int) -> Forecast:
+        job = Job(shape=shape, world_size=1, ranks_per_node=1, micro_batch=size, sequence=2048)
+        return forecast(job, profile, MemoryLimits(gpu=None, host=None), NUMEL // UNITS)
+
+    found = {size: of_micro_batch(size) for size in (1, 4)}
+    for row in csv.DictReader((DATA / "h100_4b_stock.csv").open()):
+        predicted = outcome(found[int(row["micro_batch"])], row["arm"])
+        errors[row["arm"]].append(predicted.iteration_s / float(row["iteration_s"]) - 1)
+        if row["step_s"] and row["arm"] == "stock":
+            errors["update"].append(predicted.update_s / float(row["step_s"]) - 1)
+    for arm, row in ROWS.items():
+        forecasted = found[int(arm[-1])]
+        placed = placements(float(row["cpu_share"]), float(row["streamed_share"]))
+        workload = Workload.from_numels([NUMEL // UNITS] * UNITS)
+        plan = in_forward_order(UpdatePlan(workload=workload, placements=placed, num_slots=2), None)
+        windows = replace(forecasted.windows, first_use=None)
+        added = evaluate(plan, forecasted.cost, windows, DEFAULT_SETUP).added
+        alone_s = windows.forward_s + windows.backward_s + outcome(forecasted, "stock").fixed_s
+        errors["plugin"].append((alone_s + added.total_s) / float(row["iteration_s"]) - 1)
+    return errors
+
+
+def rounded(errors: list[float]) -> tuple[float, float]:
+    """Return the median and the largest absolute error."""
+    sizes = [abs(error) for error in errors]
+    return round(median(sizes), 2), round(max(sizes), 2)
+
+
+def test_iterations_of_both_arms_are_predicted_within_the_aims() -> None:
+    for arm, expected in {"stock": (0.08, 0.20), "plugin": (0.08, 0.19)}.items():
+        assert rounded([*errors_of_1b()[arm], *errors_of_4b()[arm]]) == expected, arm
+    assert len(errors_of_1b()["stock"]) == 7
+    assert rounded(errors_of_4b()["no_offload"]) == (0.05, 0.05)
+
+
+def test_speed_ups_and_updates_of_stock_are_within_the_aims_in_the_median_and_not_at_worst() -> None:
+    """Check the figures that docs/planning.md states. The first H100 and the first H200 were faster than the others."""
+    assert rounded(errors_of_1b()["speed-up"]) == (0.05, 0.21)
+    assert sum(abs(error) > 0.15 for error in errors_of_1b()["speed-up"]) == 2
+    assert rounded([*errors_of_1b()["update"], *errors_of_4b()["update"]]) == (0.10, 0.22)
