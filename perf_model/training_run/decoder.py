@@ -26,11 +26,12 @@ VOCAB, SMALL_VOCAB = 128_256, 50_304
 """The vocabularies of Llama 3, and of GPT-2 rounded up, which is used below 1e9 parameters."""
 
 _QKV = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _OF_GPT = (*_QKV, "o_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm")
 
 
 def llama(name: str, *, qkv_bias: bool = False, **sizes: Any) -> ModelShape:
-    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are fields of ``ModelShape``."""
+    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are keywords of ``_decoder``."""
     return _decoder(name, biases=_QKV if qkv_bias else (), **sizes)
 
 
@@ -96,15 +97,20 @@ def _decoder(
     biases: Collection[str],
     gated: bool = True,
     tied: bool = False,
+    qk_norm: bool = False,
+    norms_of_feed_forward: bool = False,
+    experts: int = 0,
+    experts_per_token: int = 1,
     positions: int = 0,
     wider_layers: int = 0,
     rest: int = 0,
     source: str = "",
     **sizes: Any,
 ) -> ModelShape:
-    """Return a decoder with biases in the modules ``biases``.
+    """Return a decoder with biases in the modules ``biases``. ``sizes`` are fields of ``ModelShape``.
 
-    The feed-forwards of the first ``wider_layers`` are wider by one. ``tied``: the head uses the table of tokens.
+    The feed-forwards of the first ``wider_layers`` are wider by one. ``tied``: the head uses the table of tokens. A
+    Qwen 3 has ``qk_norm``, of one head's width, and a Gemma 2 has ``norms_of_feed_forward``.
     """
     layers, hidden, vocab, head_dim = (sizes[key] for key in ("layers", "hidden", "vocab", "head_dim"))
     query, key_value = sizes["heads"] * head_dim, sizes["kv_heads"] * head_dim
@@ -114,19 +120,30 @@ def _decoder(
     if positions:
         widths["model.embed_positions.weight"] = (positions * hidden,)
     for number in range(layers):
-        width = sizes["intermediate"] + (number < wider_layers)
-        of_layer = {
+        width = sizes["intermediate"] // experts_per_token + (number < wider_layers)
+        feed_forward: dict[str, tuple[int, ...]] = {
+            **({"mlp.gate_proj": (hidden, width)} if gated else {}),
+            "mlp.up_proj": (hidden, width),
+            "mlp.down_proj": (width, hidden),
+        }
+        if experts:
+            feed_forward = {
+                "mlp.experts.gate_up_proj": (experts, hidden, 2 * width),
+                "mlp.experts.down_proj": (experts, width, hidden),
+                "mlp.gate": (hidden, experts),
+            }
+        of_layer: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj": (hidden, query),
             "self_attn.k_proj": (hidden, key_value),
             "self_attn.v_proj": (hidden, key_value),
             "self_attn.o_proj": (query, hidden),
-            **({"mlp.gate_proj": (hidden, width)} if gated else {}),
-            "mlp.up_proj": (hidden, width),
-            "mlp.down_proj": (width, hidden),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
+            **(dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (head_dim,)) if qk_norm else {}),
+            **feed_forward,
+            **dict.fromkeys(_NORMS if norms_of_feed_forward else _NORMS[:2], (hidden,)),
         }
-        widths |= {f"model.layers.{number}.{module}.weight": each for module, each in of_layer.items()}
+        for module, each in of_layer.items():
+            # The weights of all experts are one parameter, without a module of their own.
+            widths[f"model.layers.{number}.{module}{'' if len(each) == 3 else '.weight'}"] = each
     widths["model.norm.weight"] = (hidden,)
     if rest:
         widths["model.rest"] = (rest,)
@@ -134,7 +151,8 @@ def _decoder(
         widths["lm_head.weight"] = (hidden, vocab)
     tensors = []
     for parameter, each in widths.items():
-        tensors.append(ParameterShape(parameter, prod(each), prod(each), len(each) == 2))
+        active = prod(each) * experts_per_token // experts if len(each) == 3 else prod(each)
+        tensors.append(ParameterShape(parameter, prod(each), active, len(each) > 1))
         if parameter.split(".")[-2] in biases:
             tensors.append(ParameterShape(parameter.replace("weight", "bias"), each[-1], each[-1], False))
     return ModelShape(

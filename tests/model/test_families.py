@@ -38,6 +38,36 @@ def test_a_preset_has_the_parameters_and_sizes_that_transformers_builds(name: st
     assert replace(shape_of(values, name), source="") == MODELS[name]
 
 
+OF_QWEN_3 = {"head_dim": 128, "num_attention_heads": 32, "vocab_size": 151936}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Qwen3-4B": {
+        **OF_QWEN_3,
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-30B-A3B": {
+        **OF_QWEN_3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "Gemma-2-9B": PUBLISHED["gemma-2-9b"],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_presets_of_other_families_are_those_that_transformers_builds(name: str) -> None:
+    assert replace(shape_of(OTHERS[name], name), source="") == MODELS[name]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_params_are_a_model_that_transformers_builds(tied: bool) -> None:
     """Check the names and sizes of ``--params``, whose embeddings are tied if the model is small."""
