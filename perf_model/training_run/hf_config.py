@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +39,17 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 
 
-def read_hf_config(path: Path) -> ModelShape:
-    """Return the shape of the model at ``path``. Raise ``ModelError`` if it is not a usable config."""
+def read_hf_config(path: Path, name: str | None = None) -> ModelShape:
+    """Return the shape of the model at ``path``. Raise ``ModelError`` if it is not a usable config.
+
+    ``name`` defaults to the name of the folder.
+    """
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         rule = f"A model must be a preset or a readable config.json, found {printable(path)}: {reason(error)}"
         raise ModelError(f"{rule}.\n{_REMEDY}") from None
-    return parse_hf_config(text, name=path.parent.name or path.stem)
+    return parse_hf_config(text, name=name or path.parent.name or path.stem)
 
 
 def parse_hf_config(text: str, name: str) -> ModelShape:
@@ -57,6 +63,11 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
     family = values.get("model_type")
     if not isinstance(family, str) or not family:
         raise ModelError(f"model_type: must name the family of the model, found {shorten(family)}.\n{_REMEDY}")
+    code = ". Its auto_map names code of the model's author, which is not executed" if "auto_map" in values else ""
+    if (known := _families()) and family not in known:
+        near = ", ".join(get_close_matches(family.lower(), known)) or "none"
+        rule = f"model_type: must be one that the installed transformers has, found {shorten(family)}{code}"
+        raise ModelError(f"{rule}.\nNear ones: {near}. {_WITHOUT_CONFIG}")
     try:
         return _shape_of(values, printable(name))
     except ModelError:
@@ -66,10 +77,19 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
         raise ModelError(f"{rule}.\nInstall both. Or give --params with the number of parameters.") from None
     except Exception as error:  # noqa: BLE001 (any error of a model's class is a reason)
         found = printable(" ".join(f"{type(error).__name__}: {error}".split()), most=300).rstrip(".")
-        rule = f"model_type: transformers must be able to build {shorten(family)}, found {found}"
-        if "auto_map" in values:
-            rule += ". Its auto_map names code of the model's author, which is not executed"
+        rule = f"model_type: transformers must be able to build {shorten(family)}, found {found}{code}"
         raise ModelError(f"{rule}.\n{_WITHOUT_CONFIG}") from None
+
+
+def _families() -> set[str]:
+    """Return each ``model_type`` of the installed transformers, read from its source: an import takes seconds."""
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return set()
+    sources = (Path(package.origin).parent / "models/auto").glob("*.py")
+    return {
+        name for source in sources for name in re.findall(r'"([\w.-]+)"[,:] "\w+Config"', source.read_text("utf-8"))
+    }
 
 
 def _shape_of(values: dict[str, Any], name: str) -> ModelShape:

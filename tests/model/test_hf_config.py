@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from perf_model.training_run.hf_config import parse_hf_config
+from perf_model.training_run.hf_config import _families, parse_hf_config
 from perf_model.training_run.model import ModelError, ModelShape
 from tests.model.hugging_face_configs import parameters_of
 
@@ -104,11 +104,29 @@ def test_no_code_of_a_models_author_is_executed(monkeypatch: pytest.MonkeyPatch)
         shape_of({"model_type": "mine", "auto_map": code})
     rule, remedy = str(caught.value).splitlines()
     assert rule == (
-        "model_type: transformers must be able to build 'mine', found KeyError: 'mine'. "
+        "model_type: must be one that the installed transformers has, found 'mine'. "
         "Its auto_map names code of the model's author, which is not executed."
     )
-    assert remedy == REMEDY
+    assert remedy.endswith(REMEDY)
     assert shape_of({**GRANITE_MOE, "auto_map": code}).source.startswith("counted by GraniteMoeForCausalLM")
+
+
+def test_an_unknown_family_is_refused_with_near_ones_and_without_an_import() -> None:
+    code = (
+        "import sys\nfrom perf_model.training_run.hf_config import parse_hf_config\n"
+        "try:\n    parse_hf_config('{\"model_type\": \"lama\"}', 'x')\n"
+        "except ValueError as error:\n    print(error)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    folder = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(
+        "model_type: must be one that the installed transformers has, found 'lama'.\nNear ones: llama"
+    )
+
+
+def test_every_family_of_transformers_is_known() -> None:
+    assert set(transformers.CONFIG_MAPPING) <= _families()
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
