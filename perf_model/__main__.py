@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from perf_model.cli.planning_commands import CommandParser, add_list_option, add_planning_commands
+from perf_model.cli.planning_commands import new_program
 
 COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report", "delink")
 
@@ -13,18 +13,14 @@ COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report", "delink")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in ``arguments``, which default to those of the process, and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = CommandParser(
-        prog="python -m perf_model", description="Plan and predict interleaved optimizer offloading."
-    )
-    add_list_option(parser)
-    add_planning_commands(parser.add_subparsers(metavar="command", required=True))
+    parser, _ = new_program("python -m perf_model", "Plan and predict interleaved optimizer offloading.")
     if arguments and arguments[0] in COMMANDS_THAT_NEED_TORCH:
         parser.error(
             f"argument command: must be a planning command, which needs no torch, found {arguments[0]!r}. "
             f"Run: deep-opt-states {arguments[0]}"
         )
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    code: int = options.run(options) or 0
     return code
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from perf_model.planner import PlannedUpdate, evaluate, in_forward_order, least_plan, plan_units
+from perf_model.planner import PlannedUpdate, evaluate, least_plan, plan_units
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
@@ -88,16 +88,6 @@ class PlanRequest:
         windows = replace(self.windows, first_use=self.first_use_of(plan.workload))
         plan = replace(plan, workload=self._with_uses(plan.workload))
         return evaluate(plan, self.cost, windows, self.setup)
-
-    def changes_of_exposed_s(
-        self, planned: PlannedUpdate, moves: Iterable[tuple[int, Placement]]
-    ) -> dict[tuple[int, Placement], float | None]:
-        """Return by how many seconds each move of one unit changes the exposed time, None if it does not fit."""
-        first_use = self.first_use_of(planned.plan.workload)
-        moved = {move: in_forward_order(_moved(planned.plan, *move), first_use) for move in moves}
-        fitting = {move: plan for move, plan in moved.items() if not self.budgets.missing(memory_of(plan, self.setup))}
-        changes_s = {move: self.evaluate(plan).exposed_s - planned.exposed_s for move, plan in fitting.items()}
-        return dict.fromkeys(moved) | changes_s
 
     def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
         """Return the reason, or an empty text if a unit is streamed.

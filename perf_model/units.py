@@ -23,6 +23,21 @@ def size(size_bytes: float, digits: int = 3) -> str:
     return f"{significant(size_bytes / 1e3, digits)} kB"
 
 
+def size_of(taken_bytes: float, limit_bytes: float | None) -> str:
+    """Return a size and its limit, such as ``83 GB of 85.5 GB``, with enough digits to show which is larger."""
+    if limit_bytes is None:
+        return f"{size(taken_bytes, DIGITS)} of no limit"
+
+    def order(taken: float, limit: float) -> int:
+        return (taken > limit) - (taken < limit)
+
+    for digits in range(DIGITS, 17):
+        taken, limit = f"{taken_bytes:.{digits}g}", f"{limit_bytes:.{max(3, digits)}g}"
+        if order(float(taken), float(limit)) == order(taken_bytes, limit_bytes):
+            break
+    return f"{size(taken_bytes, digits)} of {size(limit_bytes, max(3, digits))}"
+
+
 def seconds(duration_s: float, digits: int = 3) -> str:
     """Return the duration in seconds, milliseconds or microseconds."""
     if duration_s < 0:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from deep_opt_states.sharing.delink import Delink
 from deep_opt_states.sharing.renaming import DelinkError, names_of_layers
+from perf_model.cli.screen import progress
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.model import ModelError
 
@@ -16,10 +17,12 @@ from perf_model.training_run.model import ModelError
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint, print the result, and return the exit code: 1, with the reason on stderr, if it fails."""
     try:
-        layers = names_of_layers(options.share, options.into, options.every)
-        delink = Delink.read(options.pseudo, layers, options.moments)
-        in_model = None if options.model is None else {name for name, _ in read_hf_config(options.model).parameters()}
-        copied_because = "" if options.dry_run else delink.write(options.real.absolute(), copies=options.copy)
+        with progress("Delinking"):
+            layers = names_of_layers(options.share, options.into, options.every)
+            delink = Delink.read(options.pseudo, layers, options.moments)
+            model = None if options.model is None else read_hf_config(options.model)
+            in_model = None if model is None else {name for name, _ in model.parameters()}
+            copied_because = "" if options.dry_run else delink.write(options.real.absolute(), copies=options.copy)
     except (DelinkError, ModelError, OSError) as error:
         Console(stderr=True).print(Text(str(error)), soft_wrap=True)
         return 1

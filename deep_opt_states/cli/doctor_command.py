@@ -10,18 +10,20 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.doctor import Status, examine
+from perf_model.cli.screen import progress
 
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return the exit code: 1 if training cannot start, or would start without the plugin."""
-    if options.config is None:
-        findings = examine(os.environ)
-    else:
-        from deep_opt_states.cli.config_check import examine_config
+    with progress("Checking"):
+        if options.config is None:
+            findings = examine(os.environ)
+        else:
+            from deep_opt_states.cli.config_check import examine_config
 
-        findings = examine_config(options.config)
+            findings = examine_config(options.config)
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)

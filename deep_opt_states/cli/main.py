@@ -7,15 +7,12 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from perf_model.cli.planning_commands import CommandParser, add_list_option, add_planning_commands
+from perf_model.cli.planning_commands import new_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``arguments`` and return its exit code. Raise ``SystemExit(2)`` for unknown arguments."""
-    parser = CommandParser(prog="deep-opt-states", description="Interleaved optimizer offloading for DeepSpeed.")
-    commands = parser.add_subparsers(metavar="command", required=True)
-    add_list_option(parser)
-    add_planning_commands(commands)
+    parser, commands = new_program("deep-opt-states", "Interleaved optimizer offloading for DeepSpeed.")
 
     def add(name: str, about: str, more: str = "") -> argparse.ArgumentParser:
         def run(options: argparse.Namespace) -> int:
@@ -60,5 +57,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     delink.add_argument("--model", type=Path, metavar="FILE", help=model)
 
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    code: int = options.run(options) or 0
     return code

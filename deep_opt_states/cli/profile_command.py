@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
         accelerator = _accelerator(int(os.environ.get("LOCAL_RANK", "0")))
         # The CPU accelerator has no memory of its own.
         device = None if accelerator.slots_on_host else accelerator.device
-        bar = partial(track, description="Measuring", console=Console(stderr=True), disable=not is_rank_0)
+        shows_bar = is_rank_0 and sys.stderr.isatty()
+        bar = partial(track, description="Measuring", console=Console(stderr=True), disable=not shows_bar)
         with launched_ranks(os.environ) as ranks:
             # From here on, an error is raised on all ranks.
             prints_errors = is_rank_0

@@ -9,13 +9,15 @@ from rich.text import Text
 
 from deep_opt_states.report.line import PAGE
 from deep_opt_states.report.page import RecordedRun, RunError, render
+from perf_model.cli.screen import progress
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code: 1, with the reason on stderr, if there is no page."""
     path = options.output or options.folder / PAGE
     try:
-        page = render(RecordedRun.read(options.folder), options.folder.resolve().name)
+        with progress("Making the page"):
+            page = render(RecordedRun.read(options.folder), options.folder.resolve().name)
         try:
             path.write_text(page, encoding="utf-8")
         except OSError as error:

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
         raise ModelError(f"{rule}.\nPlan for another machine.")
     profile, origins = _with_network(inputs.profile, job, options)
     layouts = layouts_of(job, batch, sizes or tensor_parallel_sizes(job), options.micro_batches)
-    fitting, unfit = predict_layouts(job, layouts, profile, limits, inputs.overlap, inputs.unit_sizes)
+    with screen.progress("Comparing layouts"):
+        fitting, unfit = predict_layouts(job, layouts, profile, limits, inputs.overlap, inputs.unit_sizes)
     pipeline, rates = None, megatron_rates(profile, job)
     if rates is not None:
         gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin

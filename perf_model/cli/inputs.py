@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perf_model.cli.machine_options import read_machine
+from perf_model.cli.model_option import read_model
 from perf_model.json_input import parse_json, printable, read_text, reason
 from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.presets.machines import MachinePreset
-from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
-from perf_model.training_run.decoder import generic_model
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
-from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_UNITS = 10_000
 """The most units per rank: planning for them takes seconds, and for many more it would take hours."""
+
+MOST_RANKS_PER_NODE = 8
+"""The most ranks that are assumed to share a host if ``--ranks-per-node`` is not given."""
 
 CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "gpu_memory_margin_gb", "sub_group_size")
 """The options that are written to the config only if the user gave them."""
@@ -62,7 +63,7 @@ def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> 
 
     Raise ``ModelError`` or ``ProfileError``. A world size of None follows from the nodes.
     """
-    machine, shape = read_machine(options), _model(options)
+    machine, shape = read_machine(options), read_model(options)
     try:
         rules = NO_RULES if options.rules is None else _read_rules(options.rules)
         return [_inputs(options, machine, _job(options, shape, rules, *size)) for size in sizes]
@@ -73,10 +74,15 @@ def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> 
 def _job(
     options: argparse.Namespace, shape: ModelShape, rules: PlacementRules, world_size: int | None, micro_batch: int
 ) -> Job:
+    ranks_per_node = options.ranks_per_node
+    if ranks_per_node is None:
+        ranks_per_node = max(1, min(world_size or 1, MOST_RANKS_PER_NODE))
+    if world_size is None:
+        world_size = ranks_per_node * (1 if options.nodes is None else options.nodes)
     return Job(
         shape=shape,
-        world_size=options.nodes * options.ranks_per_node if world_size is None else world_size,
-        ranks_per_node=options.ranks_per_node,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
         micro_batch=micro_batch,
         sequence=options.sequence,
         recompute=not options.no_recompute,
@@ -123,20 +129,6 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
         profile_path=path,
         given=frozenset(name for name in CONFIG_OPTIONS if getattr(options, name) is not None),
     )
-
-
-def _model(options: argparse.Namespace) -> ModelShape:
-    for name, needed in (("layers", "params"), ("hidden", "params"), ("every", "share_layers")):
-        if (value := getattr(options, name)) is not None and getattr(options, needed) is None:
-            rule = f"--{name}: must come with --{needed.replace('_', '-')}, found {value} alone"
-            raise ModelError(f"{rule}.\nGive both, or neither.")
-    if options.params is not None:
-        shape = generic_model(options.params, options.layers, options.hidden)
-    else:
-        shape = MODELS[options.model] if options.model in MODELS else read_hf_config(Path(options.model))
-    if options.share_layers is None:
-        return shape
-    return shape.share_layers(options.share_layers, 1 if options.every is None else options.every)
 
 
 def _read_rules(path: Path) -> PlacementRules:

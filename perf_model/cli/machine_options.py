@@ -50,8 +50,12 @@ def read_machine(options: argparse.Namespace) -> MachinePreset | HardwareProfile
         # Path.exists would raise for a text that no path can be.
         if os.path.exists(options.profile):
             raise
-        near = get_close_matches(options.profile.lower(), (*MACHINES, *ALIASES), n=3) or MACHINES
-        raise ProfileError(f"{error}\nOr plan for a preset: {', '.join(near)}. plan --list describes all.") from None
+        near = get_close_matches(options.profile.lower(), (*MACHINES, *ALIASES), n=3) or (*MACHINES, *ALIASES)
+        figures = ", ".join(f"--{name.replace('_', '-')}" for name in FIGURES)
+        raise ProfileError(
+            f"{error}\nOr plan for a preset: {', '.join(near)}. plan --list describes all. For another machine, change "
+            f"the figures of one: {figures}, --gpu-memory-gb."
+        ) from None
 
 
 def _changed(preset: MachinePreset, changes: dict[str, Any]) -> MachinePreset:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from perf_model.cli.explanation import explain, unit_rows
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.plan_json import deepspeed_config, to_json_dict
-from perf_model.cli.screen import new_table, show
-from perf_model.cli.unit_runs import unit_runs
+from perf_model.cli.remedies import remedy_for
+from perf_model.cli.screen import new_table, progress, show
+from perf_model.json_input import printable, reason
+from perf_model.prediction.memory import DoesNotFit
+from perf_model.prediction.network import Network
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
-from perf_model.training_run.micro_batch import Overheads
-from perf_model.units import DIGITS, billions, percent, seconds, significant, size
+from perf_model.training_run.micro_batch import Overheads, PhaseRates
+from perf_model.training_run.model import ModelError
+from perf_model.units import DIGITS, billions, gigabytes_per_second, percent, seconds, significant, size, size_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MAX_ROWS = 20
 
@@ -27,56 +40,66 @@ TITLES = {
     "no_offload": "no offload",
 }
 
-COLUMNS = ("", "forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
-"""The headers of the comparison. They fit into 80 columns."""
-
-WHY = "why: the rule; otherwise, by how much the exposed time changes if one unit like these has another placement"
+COLUMNS = ("forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
+WIDTH_OF_ONE_TABLE = 80
+"""On a narrower terminal, the halves of ``COLUMNS`` are below each other: rich would cut those that do not fit."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code."""
-    [inputs] = read_inputs(options, (options.world_size, options.micro_batch))
-    found = inputs.forecast()
-    if options.json:
-        print(json.dumps(to_json_dict(found, inputs), indent=2))
-    else:
-        _print_screen(found, inputs)
+    with progress("Planning"):
+        [inputs] = read_inputs(options, (options.world_size, options.micro_batch))
+        try:
+            found = inputs.forecast()
+        except DoesNotFit as error:
+            raise DoesNotFit(error.missing, remedy_for(error, inputs)) from None
+        if options.timeline is not None:
+            _write_timeline(found, options.timeline)
+        printed = to_json_dict(found, inputs) if options.json else deepspeed_config(found, inputs)
+        lines = [] if options.json else [*_screen(found, inputs), *_on_request(found, inputs, options)]
+    for line in lines:
+        show(line)
+    if not options.json:
+        print("\nPaste into your DeepSpeed config:")
+    print(json.dumps(printed, indent=2))
     return 0
 
 
-def _print_screen(found: Forecast, inputs: Inputs) -> None:
-    plan = found.planned.plan
-    profiled = inputs.profile.provenance
+def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
+    job, profiled = found.job, inputs.profile.provenance
     machine = profiled.gpu or f"{profiled.cpu or inputs.profile.name} (no GPU)"
-    _print_answer(found, inputs, machine)
-    show(f"\n{_setting(found, inputs, machine)}\n")
-    _print_comparison(found, inputs)
-    show(f"\n{_bound(found)}\nmemory: {_memory(found, inputs)}\n")
-    counts = ", ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
-    show(f"update: {counts}; {plan.schedule.num_slots} slots (GPU buffers for streamed units)")
-    if plan.eager:
-        taken = (
-            f"{size(found.planned.memory.eager_bytes, DIGITS)} of host memory per rank for second versions of states"
-        )
-        show(f"eager: {len(plan.eager)} of the cpu units, {billions(plan.eager_numel)} parameters, with {taken}")
-    _print_units(found)
-    print("Paste into your DeepSpeed config:")
-    print(json.dumps(deepspeed_config(found, inputs), indent=2))
+    yield _verdict(found, inputs, f"on {job.world_size} x {machine} without offloading")
+    per_rank = billions(found.planned.plan.workload.numel)
+    yield f"\n{job.shape.description} on {job.world_size} x {machine}, {per_rank} per rank"
+    yield f"{_assumed(found, inputs)}\n"
+    yield from _comparison(found, inputs)
+    yield f"\n{comparison(inputs.profile)} At its end, training logs predicted and measured times."
+    limits, memory, reserved = inputs.limits, found.memory, size(found.reserved_host_bytes, DIGITS)
+    yield ""
+    if inputs.profile.has_accelerator:
+        yield f"memory per GPU: {size_of(memory.gpu_bytes, limits.gpu)}"
+    pinned = size(memory.pinned_bytes, DIGITS)
+    if limits.pinned is not None:
+        pinned = size_of(memory.pinned_bytes, limits.pinned * job.ranks_on_node)
+    yield (
+        f"memory per host: {size_of(memory.host_bytes, limits.host)}, with {reserved} for the system and processes, "
+        f"and {pinned} pinned"
+    )
 
 
-def _print_answer(found: Forecast, inputs: Inputs, machine: str) -> None:
-    job, limits, predicted = found.job, inputs.limits, found.predicted
+def _verdict(found: Forecast, inputs: Inputs, where: str) -> str:
+    """Return two sentences: whether training fits without offloading, and how fast it is with the plan."""
+    name, limits, predicted = found.job.shape.name, inputs.limits, found.predicted
     stock, no_offload = found.baselines["stock"], found.baselines["no_offload"]
-    limit = "unlimited memory" if limits.gpu is None else size(max(0, limits.gpu - limits.gpu_margin))
-    need = f"{size(found.no_offload_bytes, DIGITS)} of {limit} per GPU"
-    where = f"on {job.world_size} x {machine} without offloading"
+    limit = None if limits.gpu is None else max(0, limits.gpu - limits.gpu_margin)
+    need = f"{size_of(found.no_offload_bytes, limit)} per GPU"
     compared = []
     if not isinstance(no_offload, Infeasible):
-        fits = f"{job.shape.name} fits {where} ({need}, {seconds(no_offload.iteration_s, DIGITS)} per iteration)."
+        fits = f"{name} fits {where} ({need}, {seconds(no_offload.iteration_s, DIGITS)} per iteration)."
         faster = significant(no_offload.iteration_s / predicted.iteration_s, DIGITS)
         compared.append(f"{faster} times as fast as without offloading")
     elif Placement.STREAMED in found.cost.placements:
-        fits = f"{job.shape.name} does not fit {where} ({need})."
+        fits = f"{name} does not fit {where} ({need})."
     else:
         fits = f"Training {where} is not predicted: {no_offload.reason}."
     if isinstance(stock, Infeasible):
@@ -85,48 +108,76 @@ def _print_answer(found: Forecast, inputs: Inputs, machine: str) -> None:
         faster = significant(stock.iteration_s / predicted.iteration_s, DIGITS)
         compared.append(f"{faster} times as fast as with stock DeepSpeed's offload")
     taken = f"With this plan, an iteration takes {seconds(predicted.iteration_s, DIGITS)}"
-    show(f"{fits} {taken}: {', and '.join(compared)}.")
-    show(f"{comparison(inputs.profile)} At its end, training logs predicted and measured times.")
+    return f"{fits} {taken}: {', and '.join(compared)}; {_limit(found, inputs)} takes longest."
 
 
-def _setting(found: Forecast, inputs: Inputs, machine: str) -> str:
-    job, workload, profiled = found.job, found.planned.plan.workload, inputs.profile.provenance
-    count = len(workload.units)
-    lines = [
-        f"{job.shape.description} on {job.world_size} x {machine}, {billions(workload.numel)} per rank, "
-        f"{count} units of {workload.numel / count / 1e6:,.0f} M, at most {found.unit_size / 1e6:,.0f} M"
+def _limit(found: Forecast, inputs: Inputs) -> str:
+    """Return the longest part of the iteration."""
+    job, predicted = found.job, found.predicted
+    rates = PhaseRates.from_profile(inputs.profile, job.ranks_on_node, inputs.overheads.of_plugin)
+    ideal = replace(rates, network=Network(ranks_per_node=job.ranks_on_node))
+    with_network_s, without_s = (job.work.forward_s(each) + job.work.backward_s(each) for each in (rates, ideal))
+    network_s = job.accumulation * (with_network_s - without_s)
+    parts_s = {
+        "computing": predicted.forward_s + predicted.backward_s - network_s,
+        "the network": network_s,
+        f"the update ({found.bound.binding.value})": predicted.exposed_update_s,
+        "the time outside of all phases": predicted.fixed_s,
+    }
+    return max(parts_s, key=lambda part: parts_s[part])
+
+
+def _assumed(found: Forecast, inputs: Inputs) -> str:
+    """Return the assumptions of the prediction, and the origin of its rates."""
+    job, profile = found.job, inputs.profile
+    origin = f"{profile.provenance.source.partition(':')[0]} (sources: plan --list)"
+    if profile.provenance.source == "measured":
+        origin = f"rates measured on {profile.provenance.host}, {profile.provenance.date}"
+        if profile.provenance.ranks != job.ranks_on_node:
+            origin += f"; {profile.provenance.ranks} ranks per node measured, but {job.ranks_on_node} will train"
+    network = []
+    for count, where, name in (
+        (job.ranks_on_node, "in a node", "all_gather_bytes_per_s"),
+        (job.world_size // job.ranks_on_node, "between nodes", "inter_node_bytes_per_s"),
+    ):
+        if count > 1:
+            rate = profile.get(name)
+            network.append(f"{'an ideal network' if rate is None else gigabytes_per_second(rate)} {where}")
+    assumed = [
+        "bf16",
+        "gradient checkpointing" if job.recompute else "all activations kept",
+        f"{job.attention} attention",
+        *network,
     ]
-    if job.shape.source:
-        lines.append(f"model: {job.shape.source}")
-    origin = profiled.source
-    if origin == "measured":
-        origin += f" on {profiled.host}, {profiled.date}"
-        if profiled.ranks != job.ranks_on_node:
-            origin += f"; {profiled.ranks} ranks per node measured, but {job.ranks_on_node} will train"
-    return "\n".join((*lines, origin))
+    model = f"\nmodel: {job.shape.source}" if job.shape.source else ""
+    return f"assumed: {', '.join(assumed)}\n{origin}{model}"
 
 
-def _print_comparison(found: Forecast, inputs: Inputs) -> None:
-    table = new_table(COLUMNS, left=("",))
+def _comparison(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
     outcomes = {"this plan": found.predicted, **found.baselines}
+    rows: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         if not isinstance(outcome, Infeasible):
-            durations_s = (outcome.forward_s, outcome.backward_s, outcome.exposed_update_s, outcome.hidden_update_s)
             speed_up = found.speed_up(outcome)
-            table.add_row(
-                TITLES.get(name, name),
-                *(seconds(duration_s, DIGITS) for duration_s in (*durations_s, outcome.iteration_s)),
+            phases_s = (outcome.forward_s, outcome.backward_s, outcome.exposed_update_s, outcome.hidden_update_s)
+            rows[TITLES.get(name, name)] = [
+                *(seconds(duration_s, DIGITS) for duration_s in (*phases_s, outcome.iteration_s)),
                 significant(outcome.tokens_per_s, DIGITS),
                 "-" if outcome.mfu is None else percent(outcome.mfu),
                 "-" if speed_up is None else f"{significant(speed_up, DIGITS)}x",
-            )
-    show(table)
+            ]
+    is_wide, half = shutil.get_terminal_size().columns >= WIDTH_OF_ONE_TABLE, len(COLUMNS) // 2
+    for part in [slice(None)] if is_wide else [slice(half), slice(half, None)]:
+        table = new_table(("", *COLUMNS[part]), left=("",))
+        for title, cells in rows.items():
+            table.add_row(title, *cells[part])
+        yield table
     for name, outcome in outcomes.items():
         if isinstance(outcome, Infeasible):
-            show(f"{TITLES[name]}: {outcome.reason}")
+            yield f"{TITLES[name]}: {outcome.reason}"
     overheads = inputs.overheads
     fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""
-    show(
+    yield (
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "
         "gradients"
@@ -144,36 +195,54 @@ def fixed_seconds(overheads: Overheads) -> str:
     )
 
 
-def _bound(found: Forecast) -> str:
-    bound, update_s = found.bound, found.planned.update_s
+def _on_request(found: Forecast, inputs: Inputs, options: argparse.Namespace) -> Iterator[str | Table]:
+    if options.explain:
+        yield "\n" + "\n".join(explain(found, inputs))
+    if options.units:
+        yield from _units(found)
+    if options.timeline is not None:
+        viewer = " (open it at https://ui.perfetto.dev)" if options.timeline.suffix == ".json" else ""
+        yield f"\nWritten: {printable(options.timeline)}{viewer}"
+
+
+def _units(found: Forecast) -> Iterator[str | Table]:
+    plan, bound, update_s = found.planned.plan, found.bound, found.planned.update_s
+    counts = ", ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
     together = "exposed and hidden time together" if found.windows != Windows() else "all of it exposed"
-    return (
-        f"lower bound of the update, {together}: {seconds(bound.seconds, DIGITS)} (limited by {bound.binding.value}); "
-        f"this plan takes {significant(update_s / bound.seconds, DIGITS)} times as long"
+    yield (
+        f"\n{counts} units of at most {found.unit_size / 1e6:,.0f} M parameters; {plan.schedule.num_slots} slots (GPU "
+        f"buffers for streamed units)\nlower bound of the update, {together}: "
+        f"{seconds(bound.seconds, DIGITS)} (limited by {bound.binding.value}); this plan takes "
+        f"{significant(update_s / bound.seconds, DIGITS)} times as long"
     )
-
-
-def _memory(found: Forecast, inputs: Inputs) -> str:
-    limits, memory = inputs.limits, found.memory
-    pinned = None if limits.pinned is None else limits.pinned * found.job.ranks_on_node
-    host = f"host with {size(found.reserved_host_bytes, DIGITS)} for the system and processes"
-    kinds = [(host, memory.host_bytes, limits.host), ("of which pinned", memory.pinned_bytes, pinned)]
-    if inputs.profile.has_accelerator:
-        kinds.insert(0, ("GPU", memory.gpu_bytes, limits.gpu))
-    return ", ".join(
-        f"{name} {size(taken, DIGITS)} of {'no limit' if limit is None else size(limit)}"
-        for name, taken, limit in kinds
-    )
-
-
-def _print_units(found: Forecast) -> None:
-    headers = ("units", "layers", "parameters", "placement", "why")
-    table, runs = new_table(headers, left={*headers} - {"parameters"}), unit_runs(found)
+    if plan.eager:
+        taken = size(found.planned.memory.eager_bytes, DIGITS)
+        yield (
+            f"eager: {len(plan.eager)} of the cpu units, {billions(plan.eager_numel)} parameters, with {taken} of host "
+            "memory per rank for second versions of states"
+        )
+    headers, rows = ("units", "layers", "parameters", "placement", "rule"), unit_rows(found)
+    table = new_table(headers, left={*headers} - {"parameters"})
     for column in table.columns:
         column.no_wrap, column.overflow = False, "fold"
-    for run in runs[:MAX_ROWS]:
-        table.add_row(run.indices, run.layers, f"{run.numel / 1e6:,.1f} M", run.placement.value, run.why)
-    show(table)
-    if (more := len(runs) - MAX_ROWS) > 0:
-        show(f"... and {more} more rows; --json prints every unit")
-    show(f"{WHY}\n")
+    for row in rows[:MAX_ROWS]:
+        table.add_row(*row)
+    yield table
+    if (more := len(rows) - MAX_ROWS) > 0:
+        yield f"... and {more} more rows; --json prints every unit"
+
+
+def _write_timeline(found: Forecast, path: Path) -> None:
+    """Write a trace or a picture, by the suffix. Raise ``ModelError`` if writing fails."""
+    from perf_model.prediction.draw import draw
+
+    plan, timeline = found.planned.plan, found.planned.timeline
+    phases = replace(found.windows, first_use=found.first_use).phases(timeline, plan.workload, found.cost)
+    try:
+        if path.suffix == ".json":
+            timeline.write_chrome_trace(path, phases)
+        else:
+            draw(timeline, path, str(plan), phases)
+    except (OSError, ValueError) as error:
+        rule = f"--timeline: must be a file that can be written, found {printable(path)}: {reason(error)}"
+        raise ModelError(f"{rule}.\nName another file.") from None

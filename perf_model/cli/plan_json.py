@@ -5,36 +5,36 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict, fields
-from importlib import metadata
 from typing import Any
 
+from perf_model.cli.explanation import busy_s, rule_of
 from perf_model.cli.inputs import Inputs
-from perf_model.cli.unit_runs import unit_runs
+from perf_model.cli.planning_commands import installed_version
 from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
 from perf_model.training_run.job import Job
 from perf_model.units import GB
 
-FORMAT = 2
+FORMAT = 3
 """The version of the JSON format, which changes if a key is removed or its meaning changes."""
 
 
 def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     """Return the forecast as ``--json`` prints it: seconds and bytes."""
     plan, memory, windows = found.planned.plan, found.memory, found.windows
-    busy_s = {placement: found.cost.busy_s_per_param(placement) for placement in found.cost.placements}
     return {
-        "versions": _versions(),
+        "versions": {
+            "format": FORMAT,
+            "deep_opt_states": installed_version(),
+            "python": platform.python_version(),
+        },
         "inputs": _inputs(inputs),
         "predicted": _outcome(found.predicted, found),
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
         "work_lower_bound_s": found.bound.seconds,
         "ratio_to_work_bound": found.planned.update_s / found.bound.seconds,
-        "busy_s": {
-            resource.value: sum(plan.numel(placement) * each_s[resource] for placement, each_s in busy_s.items())
-            for resource in found.cost.capacities
-        },
+        "busy_s": {resource.value: of_one_s for resource, of_one_s in busy_s(found).items()},
         "memory": {
             "gpu_peak_bytes": memory.gpu_bytes,
             "host_bytes": memory.host_bytes,
@@ -51,12 +51,11 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
                 "numel": unit.numel,
                 "forward_numel": unit.forward_numel,
                 "label": unit.label,
-                "placement": together.placement.value,
+                "placement": placement.value,
                 "eager": unit.index in plan.eager,
-                "why": together.why,
+                "rule": rule_of(unit, found.job) or None,
             }
-            for together in unit_runs(found)
-            for unit in together.units
+            for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
         ],
         "order": {
             "update": list(plan.order or forward_order(plan.workload, plan.placements)),
@@ -73,14 +72,6 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "plan": found.chosen.to_json_dict(),
         "deepspeed_config": deepspeed_config(found, inputs),
     }
-
-
-def _versions() -> dict[str, Any]:
-    try:
-        ours = metadata.version("deep_opt_states")
-    except metadata.PackageNotFoundError:
-        ours = None
-    return {"format": FORMAT, "deep_opt_states": ours, "python": platform.python_version()}
 
 
 def _inputs(inputs: Inputs) -> dict[str, Any]:

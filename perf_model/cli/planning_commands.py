@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +24,8 @@ from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import SCORE_BYTES
 from perf_model.units import GB
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser that reports an error in two lines, without the usage."""
@@ -33,13 +35,39 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nFor all options, run: {self.prog} --help\n")
 
 
-def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Add the parsers. Their option ``run`` takes the options and returns the exit code."""
+def installed_version() -> str | None:
+    """Return the version of the installed package, None where it is not installed."""
+    try:
+        return metadata.version("deep_opt_states")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._SubParsersAction[CommandParser]]:
+    """Return the parser of a program, and the parsers of its commands, with those for planning.
+
+    The option ``run`` takes the options and returns the exit code. Without a command, it prints the help.
+    """
+    parser = CommandParser(prog=prog, description=description)
+    parser.add_argument("--version", action="version", version=installed_version() or "not installed")
+    parser.add_argument("--list", action=_ListMachines)
+    parser.set_defaults(run=lambda _: parser.print_help())
+    commands = parser.add_subparsers(metavar="command")
+    _add_planning_commands(commands)
+    return parser, commands
+
+
+def _add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "find the plan with the least exposed update time, and compare it with the alternatives"
     plan = _add_command(commands, "plan", about)
     _add_job(plan)
     _add_limits(plan)
     plan.add_argument("--json", action="store_true", help="print JSON; host and pinned bytes are per node")
+    plan.add_argument("--units", action="store_true", help="print the units with their placements")
+    explain = "print for each group of units the resource that it fills, and the effect of one more GB or core"
+    plan.add_argument("--explain", action="store_true", help=explain)
+    timeline = f"write the predicted timeline: a Chrome trace (.json) or a picture ({', '.join(PICTURES)})"
+    plan.add_argument("--timeline", type=_timeline_file, metavar="FILE", help=timeline)
 
     sweep = _add_command(commands, "sweep", "plan for several numbers of GPUs and micro-batches")
     sweep.add_argument("--world-sizes", type=_positive_integers, required=True, help="for example 1,2,4,8")
@@ -56,12 +84,6 @@ def add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -
     _add_limits(cluster)
     cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
 
-    simulate = _add_command(commands, "simulate", "show the predicted timeline of the plan")
-    _add_job(simulate)
-    _add_limits(simulate)
-    folder = "the folder for timeline.json and timeline.png; default: simulation"
-    simulate.add_argument("--output", type=Path, default=Path("simulation"), help=folder)
-
 
 def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str, about: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
@@ -69,14 +91,15 @@ def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str,
     add = parser.add_argument
     profile = "the machine: a JSON file written by 'deep-opt-states profile', or a preset: "
     add("--profile", required=True, help=profile + ", ".join(MACHINES))
-    add_list_option(parser)
+    parser.add_argument("--list", action=_ListMachines)
     for key, figure in FIGURES.items():
         kind, metavar = (int, None) if key == "cores" else (float, "GB")
         about = f"{figure.meaning}; default: as in the preset"
         add(f"--{key.replace('_', '-')}", type=kind, metavar=metavar, help=about)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", help=f"a Hugging Face config.json, or a preset: {', '.join(MODELS)}")
-    model.add_argument("--params", type=_parameters, metavar="N", help="a dense model with N parameters, as in 32e9")
+    named = "a config.json of Hugging Face, a folder with one, a name in the cache of Hugging Face, or a preset: "
+    model.add_argument("--model", help=named + ", ".join(MODELS))
+    model.add_argument("--params", type=_parameters, metavar="N", help="a dense model with N parameters, as in 7B")
     for name, meaning in (("layers", "number of layers"), ("hidden", "hidden size")):
         about = f"{meaning} with --params; default: plausible for the number of parameters"
         add(f"--{name}", type=int, help=about)
@@ -84,9 +107,9 @@ def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str,
     add("--share-layers", metavar="PATH", help=share)
     every = "with --share-layers: layer i has the parameters of layer i %% N; default: 1"
     add("--every", type=int, metavar="N", help=every)
-    ranks = "ranks that share a host, one per GPU"
-    add("--ranks-per-node", "--gpus-per-node", type=int, required=True, metavar="RANKS", help=ranks)
-    add("--sequence", type=int, required=True, help="tokens per sequence")
+    ranks = "ranks that share a host, one per GPU; default: all, at most 8, and 1 with --nodes"
+    add("--ranks-per-node", "--gpus-per-node", type=int, metavar="RANKS", help=ranks)
+    add("--sequence", type=int, default=2048, help="tokens per sequence; default: %(default)s")
     offload_param = "keep the 16-bit parameters in host memory (offload_param: cpu); default: on the GPU"
     add("--offload-param", action="store_true", help=offload_param)
     trainable = "share of the parameters that is trained, such as 0.01 with LoRA; default: %(default)g, all"
@@ -103,11 +126,12 @@ def _add_accumulation(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    ranks = parser.add_mutually_exclusive_group(required=True)
+    ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--world-size", type=int, help="ranks, one per GPU")
-    ranks.add_argument("--nodes", type=int, help="nodes, instead of --world-size")
+    ranks.add_argument("--nodes", type=int, help="nodes, instead of --world-size; default: 1")
     _add_accumulation(parser)
-    parser.add_argument("--micro-batch", type=int, required=True, help="sequences in one micro-batch of a rank")
+    micro_batch = "sequences in one micro-batch of a rank; default: %(default)s"
+    parser.add_argument("--micro-batch", type=int, default=1, help=micro_batch)
     tensor_parallel = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help=tensor_parallel)
 
@@ -146,14 +170,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--overlap", choices=("none", "backward", "forward", "both"), default="both", help=overlap)
 
 
-def add_list_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--list``, which lists the presets and exits."""
-    parser.add_argument("--list", action=_ListMachines, help="list the presets with their figures, and exit")
-
-
 class _ListMachines(argparse.Action):
-    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        about = "list the presets of machines with their figures, and exit"
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=about)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """List the presets, and raise ``SystemExit(0)``."""
@@ -193,11 +213,18 @@ def _bytes(text: str, least_gb: float) -> int:
 
 
 def _parameters(text: str) -> int:
-    what = "a whole number of parameters such as 32e9,"
-    value = _number(text, what, 1, 1e15)
+    what, exponents = "a whole number of parameters such as 7B, 500M or 32e9,", {"M": "e6", "B": "e9", "T": "e12"}
+    written_out = re.sub(r"(?<=[0-9.])[MBT]$", lambda unit: exponents[unit[0]], text)
+    value = _number(written_out, what, 1, 1e15)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be {what} found {shorten(text)}")
     return int(value)
+
+
+def _timeline_file(text: str) -> Path:
+    if (path := Path(text)).suffix not in (".json", *PICTURES):
+        raise argparse.ArgumentTypeError(f"must end with .json, {', '.join(PICTURES)}, found {shorten(text)}")
+    return path
 
 
 def _positive_integers(text: str) -> list[int]:

@@ -1,8 +1,11 @@
-"""Print text and tables with rich, which is imported only then."""
+"""Print text, tables and progress with rich, which is imported only then."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,3 +28,25 @@ def new_table(headers: Iterable[str], left: Collection[str] = (), *, gap: int = 
     for header in headers:
         table.add_column(header, justify="left" if header in left else "right", no_wrap=True)
     return table
+
+
+@contextmanager
+def progress(task: str) -> Iterator[None]:
+    """Show ``task`` on the terminal from the first second on. Print nothing inside, and nothing is shown in a pipe."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    bar.add_task(task)
+    timer = Timer(1.0, bar.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.plan_command import fixed_seconds
-from perf_model.cli.screen import new_table, show
+from perf_model.cli.screen import progress, show
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Infeasible
-from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
-from perf_model.units import DIGITS, seconds, significant
+from perf_model.units import DIGITS, percent, seconds, significant
 
 SweepRow = dict[str, str | int | float | None]
 
@@ -26,21 +26,45 @@ COLUMNS = (
 )  # fmt: skip
 
 SHOWN = {
-    "world_size": "GPUs", "micro_batch": "batch", "cpu": "cpu", "streamed": "streamed", "resident": "resident",
-    "exposed_update_s": "exposed", "iteration_s": "iteration", "tokens_per_s": "tokens/s", "mfu": "MFU",
-    "speed_up": "speed-up",
+    "world_size": "GPUs", "micro_batch": "batch", "exposed_update_s": "exposed", "iteration_s": "iteration",
+    "tokens_per_s": "tokens/s", "mfu": "MFU", "speed_up": "speed-up",
 }  # fmt: skip
+
+MOST_POINTS = 500
+"""A point takes up to a second."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, write the CSV file, and return the exit code: 1 if nothing fits for any pair."""
-    # An impossible pair is refused before the others are planned for, and the table is printed before writing can fail.
-    inputs = read_inputs(options, *product(options.world_sizes, options.micro_batches))
-    rows = list(map(_row, inputs))
-    _print_table(rows, inputs[0].overheads)
+    """Print a row for each pair, write the CSV file, and return the exit code: 1 if nothing fits for any pair."""
+    points = list(product(options.world_sizes, options.micro_batches))
+    if len(points) > MOST_POINTS:
+        rule = f"--world-sizes and --micro-batches: must make at most {MOST_POINTS} pairs, found {len(points):,}"
+        raise ModelError(f"{rule}.\nGive fewer of them.")
+    # An impossible pair is refused before the others are planned for, and rows are printed before writing can fail.
+    with progress("Reading"):
+        inputs = read_inputs(options, *points)
+    print(_line(SHOWN.values()))
+    rows, most = [], 0.0
+    for each in inputs:
+        with progress("Planning"):
+            row = _row(each)
+        rows.append(row)
+        if row["why"] is None:
+            is_best, most = float(row["tokens_per_s"] or 0) > most, max(most, float(row["tokens_per_s"] or 0))
+            print(_line(_cell(key, row[key]) for key in SHOWN) + " *" * is_best, flush=True)
+        else:
+            print(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", flush=True)
+    overheads = inputs[0].overheads
+    legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
+    show(legend + (f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
+    show("*: more tokens/s than all rows above, so the last one is the best")
     if options.csv is not None:
         _write(rows, options.csv)
     return 0 if any(row["why"] is None for row in rows) else 1
+
+
+def _line(cells: Iterable[str]) -> str:
+    return " ".join(f"{cell:>{max(6, len(title))}}" for cell, title in zip(cells, SHOWN.values(), strict=True))
 
 
 def _row(inputs: Inputs) -> SweepRow:
@@ -74,21 +98,10 @@ def _write(rows: list[SweepRow], path: Path) -> None:
         raise ModelError(f"{rule}.\nName another file.") from None
 
 
-def _print_table(rows: list[SweepRow], overheads: Overheads) -> None:
-    table = new_table(SHOWN.values())
-    for row in rows:
-        cells = [_cell(key, row[key]) for key in SHOWN]
-        table.add_row(*cells if row["why"] is None else [*cells[:2], "-"])
-    show(table)
-    for row in rows:
-        if row["why"] is not None:
-            show(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", soft_wrap=True)
-    legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
-    show(legend + (f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
-
-
 def _cell(column: str, value: str | int | float | None) -> str:
-    if isinstance(value, float):
-        is_seconds = column.endswith("_s") and column != "tokens_per_s"
-        return seconds(value, DIGITS) if is_seconds else significant(value, DIGITS)
-    return "-" if value is None else str(value)
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    if column == "mfu":
+        return percent(value)
+    is_seconds = column.endswith("_s") and column != "tokens_per_s"
+    return seconds(value, DIGITS) if is_seconds else significant(value, DIGITS)

@@ -27,7 +27,7 @@ def comparison(profile: HardwareProfile) -> str:
         )
     if profile.provenance.source == "measured" and any(gpu in profile.provenance.gpu for gpu in OWN_GPUS):
         return (
-            "On one H100 and one H200 at a time, hosts of 16 cores, and two models, iterations were off by 8% in the "
+            "With two models on hosts with one H100 or H200 and 16 cores, iterations were off by 8% in the "
             "median and by at most 20%, and speed-ups by at most 21%. Their times per module are from the same runs."
         )
     return "No prediction has been compared with a measurement on such a machine."

@@ -31,7 +31,7 @@ from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, GradientPath, Overheads, PhaseRates
 from perf_model.training_run.training_memory import TrainingMemory, reserved_host_bytes
-from perf_model.units import DIGITS, size
+from perf_model.units import DIGITS, size, size_of
 
 NO_OFFLOAD_BYTES_PER_PARAM = 14
 """Bytes per parameter of a rank's partition: fp32 p, m and v and the 16-bit gradient."""
@@ -197,15 +197,11 @@ class Forecast:
         limit, training_bytes, alone = self._training_limit, self._bytes_of(self._training), ""
         if limit is not None and limit < training_bytes:
             alone = (
-                f"Without the optimizer, training takes {size(training_bytes, DIGITS)} of the {size(max(0, limit))} of "
+                f"\nWithout the optimizer, training takes {size_of(training_bytes, max(0, limit))} of "
                 f"{'GPU memory less the margin' if self._has_gpu else 'host memory per rank'}, "
-                f"{size(self._training.activation_bytes, DIGITS)} of them for activations. "
+                f"{size(self._training.activation_bytes, DIGITS)} of them for activations."
             )
-        changes = ["more ranks", "a smaller --micro-batch", "a shorter --sequence"]
-        changes += ["--offload-param"] if self._has_gpu and not self.job.offload_param else []
-        changes += [] if self.job.recompute else ["recomputation (leave out --no-recompute)"]
-        lifted = " ".join(LIMITS_TO_LIFT[name] for name in missing)
-        return f"{lifted}\n{alone}Or train with {', '.join(changes[:-1])} or {changes[-1]}."
+        return f"{' '.join(LIMITS_TO_LIFT[name] for name in missing)}{alone}"
 
     def _bytes_of(self, training: TrainingMemory) -> int:
         return training.gpu_bytes if self._has_gpu else training.allocated_bytes
@@ -294,8 +290,8 @@ class Forecast:
 
     def _no_offload(self) -> Outcome:
         if self._training_limit is not None and self.no_offload_bytes > self._training_limit:
-            limit = f"{size(self._training_limit)} that --gpu-memory-gb and its margin leave"
-            return Infeasible(reason=f"does not fit: {size(self.no_offload_bytes, DIGITS)} of {limit}")
+            taken = size_of(self.no_offload_bytes, self._training_limit)
+            return Infeasible(reason=f"does not fit: {taken} that --gpu-memory-gb and its margin leave")
         cost = CostModel.from_profile(self._profile, PARAM_BYTES)
         update_s = cost.load(ActionKind.GPU_STEP, self.planned.plan.workload.numel).total_s
         job = replace(self.job, offload_param=False)

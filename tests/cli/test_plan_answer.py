@@ -16,6 +16,11 @@ from tests.cli.test_planning_commands import job, planned
 ONE_RANK: dict[str, Any] = {"world_size": 1, "ranks_per_node": 1, "unit_size": 10**8}
 
 
+def whole_screen(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    assert main(["plan", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
 def sentences(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     assert main(["plan", *arguments]) == 0
     return " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
@@ -58,7 +63,7 @@ def test_the_sentence_on_past_errors_has_the_figures_of_the_validation(capsys: p
     assert (
         f"Iterations of {runs} published runs on the GPUs of this preset were off by "
         f"{median:.0%} in the median and by at most {p90:.0%} in nine of ten"
-    ) in sentences(capsys, job("h100", "Llama-3-8B", unit_size=10**9))
+    ) in whole_screen(capsys, job("h100", "Llama-3-8B", unit_size=10**9))
 
 
 def test_the_answer_states_that_stock_cannot_run_where_the_plan_can(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +73,7 @@ def test_the_answer_states_that_stock_cannot_run_where_the_plan_can(capsys: pyte
     assert found["baselines"]["stock"]["why"].startswith("does not fit: it exceeds host memory by 8.5 GB per rank")
     assert found["predicted"]["speed_up"] is None
     answer = sentences(capsys, arguments)
-    assert re.search(r"With this plan, an iteration takes \S+ m?s: stock DeepSpeed's offload cannot run\.", answer)
+    assert re.search(r"With this plan, an iteration takes \S+ m?s: stock DeepSpeed's offload cannot run;", answer)
     assert "times as fast as with stock" not in answer
 
 
@@ -81,7 +86,7 @@ def test_the_legend_states_where_the_fixed_seconds_are_from(capsys: pytest.Captu
 
 def test_predicted_seconds_and_bytes_have_two_significant_digits(capsys: pytest.CaptureFixture[str]) -> None:
     """Check all durations and all sizes but the limits, which follow "of" and are given or known."""
-    arguments = job("gh200", **ONE_RANK)
+    arguments = [*job("gh200", **ONE_RANK), "--units", "--explain"]
     assert main(["plan", *arguments]) == 0
     shown = " ".join(capsys.readouterr().out.partition("Paste into")[0].split())
     figures = re.findall(r"(?<!of )(?<![-\w])([\d,]+(?:\.\d+)?) (?:s|ms|us|TB|GB|MB|kB)\b", shown)
@@ -90,3 +95,49 @@ def test_predicted_seconds_and_bytes_have_two_significant_digits(capsys: pytest.
         digits = figure.replace(",", "").replace(".", "").lstrip("0")
         assert len(digits.rstrip("0")) <= 2, figure
         assert "." not in figure or len(digits) <= 2, figure
+
+
+def test_the_answer_ends_with_the_longest_part_of_an_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = job("h100-pcie5", "7B", world_size=16, ranks_per_node=8, network_gb_per_s=0.1, unit_size=10**9)
+    assert sentences(capsys, slow).endswith("; the network takes longest.")
+    alone = job("gh200", "Llama-3-8B", **ONE_RANK, micro_batch=8)
+    assert sentences(capsys, alone).endswith("; computing takes longest.")
+
+
+def test_the_groups_of_units_are_explained_with_the_effect_of_more_memory_and_cores(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = job(gpu_memory_gb=40, unit_size=10**8, eager_memory_gb=4)
+    shown = whole_screen(capsys, [*arguments, "--explain"])
+    effect = r"would (?:change nothing|shorten the iteration by [\d.]+ m?s)"
+    assert re.search(
+        rf"cpu: \d+ units, .* B parameters, .* for \d+% of the update; one more core per rank {effect}\.", shown
+    )
+    assert re.search(rf"streamed: \d+ units, .*; 1 GB more of GPU memory {effect}\.", shown)
+    assert re.search(rf"eager: \d+ of the cpu units, .* B parameters; 1 GB more of --eager-memory-gb {effect}\.", shown)
+
+
+def test_changes_with_which_a_job_fits_are_named_alone_and_in_pairs_by_their_cost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = job("rtx4090", "Qwen2.5-7B", **ONE_RANK | {"unit_size": 10**9}, micro_batch=4, sequence=1024)
+    assert main(["plan", *arguments]) == 1
+    rule, title, *changes, limits, training = capsys.readouterr().err.splitlines()
+    assert rule.startswith("Nothing fits: the nearest plan exceeds gpu memory by ")
+    assert title == "It fits with:"
+    tokens = {line.partition(":")[0].strip(): int(line.split()[-2].replace(",", "")) for line in changes}
+    assert list(tokens.values()) == sorted(tokens.values(), reverse=True)
+    assert "--sequence 512 --micro-batch 2" in tokens
+    assert limits.startswith("GPU memory: raise --gpu-memory-gb")
+    assert training.startswith("Without the optimizer, training takes ")
+    for change in tokens:
+        assert main(["plan", *arguments, *change.split()]) == 0, change
+
+
+def test_more_machines_are_named_last_and_only_if_there_is_a_second_one(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"model": "20B", "gpu_memory_gb": 16, "unit_size": 10**9}
+    for nodes in (1, 2):
+        assert main(["plan", *job(world_size=4 * nodes, **options)]) == 1
+        changes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
+        of_machines = [change for change in changes if "--world-size" in change]
+        assert of_machines == changes[len(changes) - (nodes - 1) :]

@@ -18,7 +18,7 @@ import pytest
 
 from deep_opt_states.cli.main import main as deep_opt_states_main
 from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
-from perf_model.cli import inputs
+from perf_model.cli import inputs, model_option, sweep_command
 from perf_model.prediction.cost import Resource
 from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.machines import MACHINES
@@ -53,7 +53,7 @@ LLAMA = {
 
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
 
-PLANNING_COMMANDS = ("plan", "sweep", "cluster", "simulate")
+PLANNING_COMMANDS = ("plan", "sweep", "cluster")
 
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
@@ -156,9 +156,11 @@ def test_all_on_the_cpu_is_predicted_as_the_plan_of_a_rule_with_the_same_placeme
     assert compared["exposed_update_s"] == pytest.approx(predicted["exposed_update_s"], rel=1e-9)
 
 
+@pytest.mark.parametrize("columns", [60, 80])
 def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
-    capsys: pytest.CaptureFixture[str],
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["plan", *job(gpu_memory_gb=50)]) == 0
     shown = capsys.readouterr().out
     words = " ".join(shown.split())
@@ -171,17 +173,19 @@ def test_plan_prints_the_figures_of_every_alternative_and_the_block_to_paste(
         "all on the CPU",
         "all streamed",
         "no offload: does not fit: 55 GB of 48.0 GB that --gpu-memory-gb and its margin leave",
-        "forward backward exposed hidden iteration tokens/s MFU speed-up",
+        "forward backward exposed hidden",
+        "iteration tokens/s MFU speed-up",
+        "assumed: bf16, gradient checkpointing, flash attention, 360 GB/s in a node",
+        "memory per GPU: ",
+        "memory per host: ",
         "the host takes 650 us per module in forward",
         "the stock offload of DeepSpeed today, with asynchronous copies of gradients",
-        "lower bound of the update, exposed and hidden time together: ",
-        "of which pinned",
-        "slots (GPU buffers for streamed units)",
         "Iterations of 45 published runs on the GPUs of this preset were off by",
         '"placement": "planned"',
     ):
         assert expected in words
-    assert max(map(len, shown.splitlines())) <= 80, "every line fits the terminal"
+    assert "slots" not in words, "units are printed on request"
+    assert max(map(len, shown.splitlines())) <= columns, "every line fits the terminal"
     block = json.loads(shown[shown.index("config:\n") + len("config:\n") :])
     assert block["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
@@ -231,10 +235,10 @@ def test_plan_states_how_many_parameters_are_eager_and_their_bytes(capsys: pytes
     iteration_s = [found["predicted"]["iteration_s"] for found in (by_default, few, none)]
     assert iteration_s == sorted(iteration_s)
     assert iteration_s[0] < iteration_s[2]
-    assert main(["plan", *job(**options, eager_memory_gb=4)]) == 0
+    assert main(["plan", *job(**options, eager_memory_gb=4), "--units"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{eager_numel / 1e9:.2f} B parameters, with {12 * eager_numel / 1e9:.1f} GB of host memory" in shown
-    assert main(["plan", *job(**options, eager_memory_gb=0)]) == 0
+    assert main(["plan", *job(**options, eager_memory_gb=0), "--units"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("eager") == shown.count('"eager": false') == 1
 
@@ -287,7 +291,7 @@ def test_the_block_to_paste_disables_overlap_that_was_not_predicted(overlap: str
 def test_the_lower_bound_states_whether_it_has_hidden_time_and_which_resource_limits(
     overlap: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *job(gpu_memory_gb=30, overlap=overlap, unit_size=10**8)]) == 0
+    assert main(["plan", *job(gpu_memory_gb=30, overlap=overlap, unit_size=10**8), "--units"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     bound = rf"lower bound of the update, {expected}: \d+ ms \(limited by ([\w ]+)\); this plan takes (\S+) times"
     found = re.search(bound, shown)
@@ -301,11 +305,11 @@ def test_the_lower_bound_states_whether_it_has_hidden_time_and_which_resource_li
     [
         (
             {"gpu_memory_gb": 16},
-            ["gpu memory by 1.8 GB per rank", "--gpu-memory-margin-gb", "with more ranks"],
+            ["gpu memory by 1.8 GB per rank", "--gpu-memory-margin-gb"],
         ),
         (
             {"gpu_memory_gb": 25, "host_memory_gb": 130},
-            ["host memory by", "--host-memory-gb", "with more ranks"],
+            ["host memory by", "--host-memory-gb"],
         ),
         ({"gpu_memory_gb": 25, "host_memory_gb": 200}, ["host memory by"]),
         ({"gpu_memory_gb": 25, "pinned_memory_gb": 2}, ["pinned memory by", "--pinned-memory-gb"]),
@@ -436,11 +440,29 @@ def test_sweep_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.Capt
     assert output.err.startswith("--csv: must be a file that can be written")
 
 
+def test_sweep_marks_the_best_row_and_shows_mfu_in_per_cent(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--world-sizes", "8", "--micro-batches", "2,1,4", "--unit-size", "1000000000"]
+    assert main(["sweep", *SWEEP, *sizes]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[:4]
+    tokens = [float(row.split()[header.split().index("tokens/s") + 2].replace(",", "")) for row in rows]
+    assert rows[tokens.index(max(tokens))].endswith("*")
+    assert not rows[1].endswith("*"), "with fewer tokens/s than the row above"
+    assert all(re.search(r" \d+% ", row) for row in rows)
+    assert max(map(len, (header, *rows))) <= 60
+
+
+def test_sweep_has_a_limit_of_points(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sweep_command, "read_inputs", lambda *_: pytest.fail("read"))
+    many = ",".join(map(str, range(1, 101)))
+    assert main(["sweep", *SWEEP, "--world-sizes", many, "--micro-batches", many]) == 2
+    assert "must make at most 500 pairs, found 10,000" in capsys.readouterr().err
+
+
 def test_sweep_refuses_an_impossible_pair_before_it_plans_and_reads_the_model_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     read = []
-    monkeypatch.setattr(inputs, "read_hf_config", lambda path: read.append(path) or read_hf_config(path))
+    monkeypatch.setattr(model_option, "read_hf_config", lambda path: read.append(path) or read_hf_config(path))
     monkeypatch.setattr(inputs.Inputs, "forecast", lambda _: pytest.fail("planned"))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
@@ -450,23 +472,26 @@ def test_sweep_refuses_an_impossible_pair_before_it_plans_and_reads_the_model_on
     assert read == [path]
 
 
-def test_simulate_prints_a_grid_and_writes_a_trace_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_trace_or_a_picture_of_the_timeline_is_written_only_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "new"
+    monkeypatch.chdir(tmp_path)
+    trace, picture = tmp_path / "new" / "timeline.json", tmp_path / "timeline.png"
     arguments = job(model="7B", gpu_memory_gb=24.5, unit_size=10**8)
-    assert main(["simulate", *arguments, "--output", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
+    assert main(["plan", *arguments]) == 0
+    assert not list(tmp_path.iterdir())
+    capsys.readouterr()
+    assert main(["plan", *arguments, "--timeline", str(trace)]) == 0
+    assert "Written: " in capsys.readouterr().out
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"backward", "forward", "exposed update"} <= names
-    (update,) = (line for line in shown.splitlines() if line.startswith("update "))
-    assert re.fullmatch(r"update \S+ m?s: \S+ m?s exposed, \S+ m?s hidden", update)
     assert {"GPU_STEP", "SPECULATE", "COMMIT", "PUBLISH"} <= {name.split()[0] for name in names}
-    (prefetched, *_) = sorted(name for name in names if name.startswith("PREFETCH"))
-    assert f"{prefetched} [" in shown
-    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", *arguments, "--timeline", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "file").touch()
-    assert main(["simulate", *arguments, "--output", str(tmp_path / "file" / "below")]) == 2
+    assert main(["plan", *arguments, "--timeline", str(tmp_path / "file" / "below.json")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *arguments, "--timeline", str(tmp_path)])
 
 
 def test_the_picture_of_shared_layers_has_the_exposed_time_of_the_plan(
@@ -474,7 +499,7 @@ def test_the_picture_of_shared_layers_has_the_exposed_time_of_the_plan(
 ) -> None:
     arguments = job(model="7B", gpu_memory_gb=20, share_layers="model.layers", every=16, unit_size=200_000_000)
     found = planned(arguments)
-    assert main(["simulate", *arguments, "--output", str(tmp_path)]) == 0
+    assert main(["plan", *arguments, "--timeline", str(tmp_path / "timeline.json")]) == 0
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     exposed_s = sum(event["dur"] for event in events if event["name"] == "exposed update") / 1e6
     assert exposed_s == pytest.approx(found["predicted"]["exposed_update_s"])
@@ -484,10 +509,11 @@ def test_where_the_cpu_trains_no_gpu_is_mentioned(tmp_path: Path, capsys: pytest
     machine = tmp_path / "profile.json"
     rates = {name: RATES[name] for name in REQUIRED}
     machine.write_text(profile({**rates, "matmul_flops_per_s": 1e12}).to_json())
-    assert main(["plan", *job(machine, "7B", host_memory_gb=400)]) == 0
+    assert main(["plan", *job(machine, "7B", host_memory_gb=400), "--units", "--explain"]) == 0
     shown = capsys.readouterr().out
     assert "no offload: the CPU is the only accelerator" in shown
-    assert "memory: host " in shown
+    assert "memory per host: " in shown
+    assert "memory per GPU" not in shown
     assert "lower bound of the update, all of it exposed: " in shown, "the CPU cannot train and update at once"
     (stock,) = (line for line in shown.splitlines() if line.startswith("stock offload"))
     assert stock.split()[-2:] == ["-", "1.0x"], "MFU and speed-up"
@@ -517,6 +543,21 @@ def test_both_programs_run_as_modules_and_list_their_commands() -> None:
     assert commands_in_the_help("deep_opt_states.cli") == [*PLANNING_COMMANDS, *COMMANDS_THAT_NEED_TORCH]
 
 
+@pytest.mark.parametrize("run", [main, deep_opt_states_main])
+def test_a_program_without_a_command_prints_its_help(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_one_gpu_one_sequence_and_2048_tokens_are_the_defaults() -> None:
+    short = ["--profile", "h100", "--params", "1B", "--unit-size", "1000000000"]
+    job_of = json.loads(printed_plan(*short))["inputs"]["job"]
+    sizes = ("world_size", "ranks_per_node", "micro_batch", "sequence")
+    assert [job_of[key] for key in sizes] == [1, 1, 1, 2048]
+    job_of = json.loads(printed_plan(*short, "--world-size", "16"))["inputs"]["job"]
+    assert [job_of[key] for key in sizes] == [16, 8, 1, 2048]
+
+
 @pytest.mark.parametrize("command", COMMANDS_THAT_NEED_TORCH)
 def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
     command: str, capsys: pytest.CaptureFixture[str]
@@ -542,14 +583,13 @@ def without_program(text: str, program: str) -> str:
         (["plan", *job(world_size=0)], 2),
         (["plan", *job(gpu_memory_gb=0)], 2),
         (["plan", *job(), "--unknown"], 2),
-        (["simulate"], 2),
         (["sweep", *SWEEP, "--world-sizes", "8", "--micro-batches", "1", "--unit-size", "500000000"], 0),
         (["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", "--unit-size", "500000000"], 1),
         (["sweep", *SWEEP, "--world-sizes", "0", "--micro-batches", "1"], 2),
-        (["simulate", *job(output="/proc/nowhere", unit_size=10**9)], 2),
+        (["plan", *job(timeline="/proc/nowhere.json", unit_size=10**9)], 2),
+        (["--version"], 0),
         *(([command, "--help"], 0) for command in PLANNING_COMMANDS),
         (["unknown"], 2),
-        ([], 2),
     ],
 )
 def test_both_programs_do_the_same(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.units import gigabytes_per_second, params_per_second, size
+from perf_model.units import gigabytes_per_second, params_per_second, size, size_of
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,10 @@ from perf_model.units import gigabytes_per_second, params_per_second, size
         (gigabytes_per_second(1.234e9), "1.23 GB/s"),
         (params_per_second(1.5e12), "1,500 B params/s"),
         (params_per_second(25e6), "25 M params/s"),
+        (size_of(76e9, 85.52e9), "76 GB of 85.5 GB"),
+        (size_of(85.52e9, 85.52e9), "85.5 GB of 85.5 GB"),
+        (size_of(85.51e9, 85.52e9), "85.51 GB of 85.52 GB"),
+        (size_of(76e9, None), "76 GB of no limit"),
     ],
 )
 def test_a_quantity_is_formatted_with_its_digits(shown: str, expected: str) -> None:

@@ -1,0 +1,73 @@
+"""Search changes of a job, alone and in pairs, with which it fits on the same machine, and sort them by their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, islice, product
+from typing import Any
+
+from perf_model.cli.inputs import Inputs
+from perf_model.prediction.memory import DoesNotFit
+from perf_model.units import DIGITS, significant
+
+LEAST_SEQUENCE = 256
+"""Shorter sequences are not suggested."""
+
+MOST_HALVINGS = 10
+
+Changes = dict[str, Any]
+"""Fields of ``Job`` with their new values."""
+
+
+def remedy_for(error: DoesNotFit, inputs: Inputs) -> str:
+    """Return the changes with which the job fits, those with most tokens per second first, and the limits to raise."""
+    job, alone = inputs.job, str(error).partition("\n")[2]
+    # The rest of a GPU's training does not take host memory, and page-locked memory is for the optimizer alone.
+    of_training = "gpu_bytes" if inputs.profile.has_accelerator else "host_bytes"
+    found = sorted(_fitting(inputs) if set(error.missing) == {of_training} else [], key=lambda each: -each[1])
+    if job.world_size > job.ranks_on_node:
+        # More machines cost more than any change of the job.
+        more = ({"world_size": job.world_size * 2**power} for power in range(1, MOST_HALVINGS))
+        found += islice(((changes, tokens) for changes in more if (tokens := _tokens_per_s(inputs, changes))), 1)
+    if not found:
+        return f"No shorter sequence, smaller micro-batch, offload_param or recomputation makes it fit.\n{alone}"
+    lines = (f"  {_spelled(changes)}: {significant(tokens, DIGITS)} tokens/s" for changes, tokens in found)
+    return "\n".join(("It fits with:", *lines, alone))
+
+
+def _fitting(inputs: Inputs) -> Iterator[tuple[Changes, float]]:
+    """Yield each change that fits, alone or with a second one, in its mildest form, with the tokens per second."""
+    job = inputs.job
+    halvings = range(1, MOST_HALVINGS)
+    levels: list[list[Changes]] = [
+        [{"sequence": short} for power in halvings if (short := job.sequence >> power) >= LEAST_SEQUENCE],
+        [{"micro_batch": small} for power in halvings if (small := job.micro_batch >> power) >= 1],
+        [] if job.offload_param or not inputs.profile.has_accelerator else [{"offload_param": True}],
+        [] if job.recompute else [{"recompute": True}],
+    ]
+    for number, of_one_kind in enumerate(levels):
+        for level, changes in enumerate(of_one_kind):
+            if tokens := _tokens_per_s(inputs, changes):
+                yield changes, tokens
+                # With a second change, only milder forms are of use.
+                levels[number] = of_one_kind[:level]
+                break
+    for one, other in combinations(levels, 2):
+        for first, second in sorted(product(one, other), key=lambda pair: one.index(pair[0]) + other.index(pair[1])):
+            if tokens := _tokens_per_s(inputs, first | second):
+                yield first | second, tokens
+                break
+
+
+def _tokens_per_s(inputs: Inputs, changes: Changes) -> float | None:
+    try:
+        return replace(inputs, job=replace(inputs.job, **changes)).forecast().predicted.tokens_per_s
+    except DoesNotFit:
+        return None
+
+
+def _spelled(changes: Changes) -> str:
+    """Return the options of ``plan`` that make the changes."""
+    spelled = {"recompute": "(without --no-recompute)", "offload_param": "--offload-param"}
+    return " ".join(spelled.get(name, f"--{name.replace('_', '-')} {value}") for name, value in changes.items())
