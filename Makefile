@@ -40,7 +40,7 @@ test-all: $(INSTALLED)  ## Run all tests
 	@# Two tests run at a time, since they often wait for processes to start. The kernels and the software GPU are
 	@# compiled before, so that the two do not compile them at the same time.
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
-	    'from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; print(find_arithmetic())'
+	    'from deep_opt_states.device.kernels.choice import known_arithmetic; print(known_arithmetic())'
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from tests.software_gpu.library import compile_library; print(compile_library())'
 	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \

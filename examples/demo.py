@@ -39,7 +39,7 @@ STOCK_CLASS = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 PLUGIN_CLASS = "deep_opt_states.zero.stage3.DeepOptimizerStates_Stage3"
 
 KERNELS = (
-    "from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic; find_arithmetic()",
+    "from deep_opt_states.device.kernels.choice import known_arithmetic; known_arithmetic()",
     "from tests.software_gpu.library import compile_library; compile_library()",
 )
 """The programs that compile the kernels of the CPU update, and the GPU in software. They run at the same time."""

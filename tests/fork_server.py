@@ -112,11 +112,11 @@ def import_all() -> None:
     """Import and load everything that an engine needs, also the parts that DeepSpeed imports when an engine is made."""
     from deepspeed.comm.torch import build_shm_op
 
-    from deep_opt_states.device.kernels.probe_arithmetic import find_arithmetic
+    from deep_opt_states.device.kernels.choice import known_arithmetic
 
     for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "deep_opt_states.zero.plugin"):
         importlib.import_module(module)
-    find_arithmetic()
+    known_arithmetic()
     build_shm_op()
 
 

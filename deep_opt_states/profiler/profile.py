@@ -140,8 +140,8 @@ def training_gpu_adam() -> AdamKernel:
 class StockPasses(StockAdam):
     """Stock's kernel of three passes on PyTorch's threads, which scales the fp32 gradient in place."""
 
-    def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        assert grad.dtype == torch.float32
+    def scaled_gradient(self, grad: torch.Tensor, grad_scale: float, dtype: torch.dtype) -> torch.Tensor:
+        assert grad.dtype == dtype
         return grad.mul_(grad_scale)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamStep, AdamTensors, StateDtypes
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import InstructionSet
@@ -24,9 +24,9 @@ GRADS = (torch.float32, torch.bfloat16, torch.float16)
 PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
-def machine_arithmetic() -> Arithmetic:
+def machine_arithmetic(dtypes: StateDtypes = FP32_STATES) -> Arithmetic:
     """Return the arithmetic of stock's op on this machine, which must be known."""
-    found = find_arithmetic()
+    found = find_arithmetic(dtypes)
     assert found is not None
     return found
 
@@ -45,10 +45,16 @@ def fused(
     num_threads: int = 1,
     cores: Sequence[int] = (),
     instruction_set: InstructionSet | None = None,
+    dtypes: StateDtypes = FP32_STATES,
 ) -> FusedAdam:
     """Return the C++ kernel with this machine's arithmetic."""
     return FusedAdam(
-        machine_arithmetic(), BETAS, adamw=adamw, num_threads=num_threads, cores=cores, instruction_set=instruction_set
+        machine_arithmetic(dtypes),
+        BETAS,
+        adamw=adamw,
+        num_threads=num_threads,
+        cores=cores,
+        instruction_set=instruction_set,
     )
 
 
@@ -76,7 +82,7 @@ class Stock:
             bias_correction=step.bias_correction,
         )
         self._optimizer.state[self._master]["step"] = step.step - 1
-        self._master.grad = grad.float() if grad.dtype != torch.float32 else grad.clone()
+        self._master.grad = grad.to(self._master.dtype, copy=True)
         self._master.grad.mul_(step.grad_scale)
         self._optimizer.step()
         if self._param is not None:
@@ -117,6 +123,17 @@ def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     kinds = torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=tensor.dtype)
     chosen = kinds[torch.randint(3, tensor.shape, generator=generator)]
     return torch.where(torch.rand(tensor.shape, generator=generator) < 0.1, chosen, tensor)
+
+
+def in_dtypes(tensors: AdamTensors, dtypes: StateDtypes) -> AdamTensors:
+    """Return copies of the tensors, with the states in ``dtypes``."""
+    copies = copied(tensors)
+    return replace(
+        copies,
+        master=copies.master.to(dtypes.master),
+        exp_avg=copies.exp_avg.to(dtypes.moment),
+        exp_avg_sq=copies.exp_avg_sq.to(dtypes.moment),
+    )
 
 
 def copied(tensors: AdamTensors) -> AdamTensors:

@@ -92,10 +92,14 @@ def compile_update(
     tail: Tail,
     capability: int,
     options: Mapping[str, object] = OPTIONS,
+    states: tuple[str, str] = ("*fp32", "*fp32"),
 ) -> Compiled:
-    """Compile the GPU Adam kernel as ``TritonAdam`` launches it, for aligned gradients and parameters."""
+    """Compile the GPU Adam kernel as ``TritonAdam`` launches it, for aligned gradients and parameters.
+
+    ``states`` are the types of the master weights and of the moments.
+    """
     types = {"grad": grad, "param": param, "numel": "i64", "cut": "i64", "skip": "i64", "decay_kind": "i32"}
-    types |= dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
+    types |= dict(zip(("master", "exp_avg", "exp_avg_sq"), (states[0], states[1], states[1]), strict=True))
     return compile_kernel(update, types, {"TAIL": int(tail), "BLOCK": BlockShape().elements}, capability, options)
 
 

@@ -21,11 +21,19 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from deep_opt_states.device.kernels import triton_kernel
-from deep_opt_states.device.kernels.adam import ElementRange
+from deep_opt_states.device.kernels.adam import BF16_MASTERS, BF16_STATES, FP32_STATES, ElementRange, StateDtypes
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
-from tests.kernels.adam_steps import BETAS, STEP, copied, differences, random_tensors, with_infinities
+from tests.kernels.adam_steps import (
+    BETAS,
+    STEP,
+    copied,
+    differences,
+    in_dtypes,
+    random_tensors,
+    with_infinities,
+)
 from tests.kernels.fp32_operations import fused_multiply_add
 from tests.launch import answer
 
@@ -46,11 +54,13 @@ def compared(
     grad_dtype: torch.dtype,
     param_dtype: torch.dtype | None,
     adamw: bool,
+    dtypes: StateDtypes = FP32_STATES,
 ) -> list[str]:
     """Return the differences between the two kernels, over all lengths and two steps each."""
     found = []
     for numel in LENGTHS:
-        ours, gradient = random_tensors(numel, grad_dtype, param_dtype, seed=numel)
+        plain, gradient = random_tensors(numel, grad_dtype, param_dtype, seed=numel)
+        ours = in_dtypes(plain, dtypes)
         theirs = copied(ours)
         block = BlockShape(elements=64 if numel < 1000 else 4096)
         gpu = TritonAdam(gpu_arithmetic, BETAS, adamw=adamw, device=torch.device("cpu"), block=block)
@@ -68,7 +78,7 @@ def compared(
                 element_range = ElementRange(begin=begin, end=end, sub_group_numel=numel)
                 gpu.update(0, ours.narrow(element_range), element_range)
             if differ := differences(ours, theirs):
-                case = f"{cpu_arithmetic}, {grad_dtype}, {param_dtype}, adamw {adamw}"
+                case = f"{cpu_arithmetic}, {dtypes}, {grad_dtype}, {param_dtype}, adamw {adamw}"
                 found.append(f"{case}, {numel} elements, step {number}: {', '.join(differ)}")
     return found
 
@@ -92,6 +102,9 @@ def main() -> None:
     differ: list[str] = []
     for arithmetic, *options in cases():
         differ += compared(arithmetic, arithmetic, *options)
+    for tail, dtypes, grad in product(Tail, (BF16_MASTERS, BF16_STATES), GRADS[:2]):
+        for param, adamw in ((torch.bfloat16, True), (None, False)):
+            differ += compared(Arithmetic(16, tail), Arithmetic(16, tail), grad, param, adamw, dtypes)
     others = {
         f"{one} is not {other}": len(compared(one, other, torch.float32, None, True))
         for one, other in permutations((Arithmetic(1, tail) for tail in Tail), 2)

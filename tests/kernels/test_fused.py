@@ -18,6 +18,7 @@ from torch.utils.cpp_extension import _get_build_directory
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import (
+    FP32_STATES,
     STATES,
     AdamStep,
     AdamTensors,
@@ -384,7 +385,7 @@ def test_other_threads_of_python_run_meanwhile() -> None:
 
 def test_the_arithmetic_found_is_the_only_one_that_fits() -> None:
     """Check the arithmetics that compute differently here: the search distinguishes them."""
-    found = find_arithmetic()
+    found = find_arithmetic(FP32_STATES)
     assert found is not None
     for other in (Arithmetic(1, Tail.UNFUSED), Arithmetic(found.vector_width, Tail.UNFUSED), Arithmetic(1, found.tail)):
         if other == found:
@@ -430,7 +431,7 @@ def test_each_thread_stays_on_the_core_that_it_is_given() -> None:
 
 @pytest.mark.usefixtures("other_defaults")
 def test_arithmetic_is_found_with_other_default_dtypes_and_devices() -> None:
-    assert find_arithmetic.__wrapped__() == machine_arithmetic()
+    assert find_arithmetic.__wrapped__(FP32_STATES) == machine_arithmetic()
 
 
 def test_tensors_that_do_not_fit_are_refused_by_the_fused_kernel() -> None:

@@ -17,7 +17,7 @@ def test_close_frees_the_memory_of_every_thread() -> None:
     memories: list[weakref.ref[torch.Tensor]] = []
 
     def scale() -> None:
-        scaled = kernel.scaled_gradient(torch.ones(8), grad_scale=0.5)
+        scaled = kernel.scaled_gradient(torch.ones(8), 0.5, torch.float32)
         memories.append(weakref.ref(scaled._base))
 
     scale()

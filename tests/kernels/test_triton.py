@@ -55,6 +55,17 @@ def test_every_operation_rounds_as_ieee_754_requires(grad: str, param: str, tail
     assert compiled.operations("fma.rn.f32") > 0
 
 
+@pytest.mark.promise("P2")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("states", [("*bf16", "*fp32"), ("*bf16", "*bf16")])
+def test_every_operation_on_bf16_states_rounds_as_ieee_754_requires(
+    states: tuple[str, str], capability: int, tmp_path: Path
+) -> None:
+    compiled = compile_update("*bf16", "*bf16", Tail.UNFUSED, capability, states=states)
+    check_rounding(compiled)
+    check_nothing_is_contracted(compiled, SUMS[Tail.UNFUSED], tmp_path)
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("tail", Tail)
 def test_the_machine_code_contracts_nothing(tail: Tail, capability: int, tmp_path: Path) -> None:

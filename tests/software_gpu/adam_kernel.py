@@ -36,6 +36,8 @@ class SoftwareAdamKernel:
             scalars=CScalars(**{field.name: scalars[field.name] for field in fields(Scalars)}),
             numel=numel - skip,
             cut=cut - skip,
+            master_dtype=DTYPES[master.dtype],
+            moment_dtype=DTYPES[exp_avg.dtype],
             grad_dtype=DTYPES[grad.dtype],
             param_dtype=DTYPES[None if param is None else param.dtype],
             tail=TAIL,

@@ -10,10 +10,33 @@ from typing import Any, NamedTuple
 import torch
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
-"""The fp32 tensors of ``AdamTensors`` that an update reads and writes."""
+"""The tensors of ``AdamTensors`` that an update reads and writes."""
 
 DEFAULT_BETAS = (0.9, 0.999)
 """The default betas of PyTorch and DeepSpeed."""
+
+
+class StateDtypes(NamedTuple):
+    """The dtypes of the master weights and of the moments."""
+
+    master: torch.dtype
+    moment: torch.dtype
+
+    @classmethod
+    def found_in(cls, tensors: AdamTensors) -> StateDtypes:
+        """Return the dtypes of ``tensors``. Raise ``AssertionError`` for those that no kernel updates."""
+        found = cls(tensors.master.dtype, tensors.exp_avg.dtype)
+        assert found in STATE_DTYPES, found
+        assert tensors.exp_avg_sq.dtype == found.moment, tensors.exp_avg_sq.dtype
+        return found
+
+
+FP32_STATES = StateDtypes(torch.float32, torch.float32)
+BF16_MASTERS = StateDtypes(torch.bfloat16, torch.float32)
+"""DeepSpeed's ``bf16_master_weights_and_grads``."""
+BF16_STATES = StateDtypes(torch.bfloat16, torch.bfloat16)
+"""The same with ``bf16_optimizer_states``."""
+STATE_DTYPES = (FP32_STATES, BF16_MASTERS, BF16_STATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +84,9 @@ class ElementRange:
 class AdamTensors:
     """The tensors of a sub-group, or of a range of one, of shape [numel] each, on the device of the kernel.
 
-    ``master``, ``exp_avg`` and ``exp_avg_sq`` are fp32 and updated in place. ``grad`` is bf16, fp16 or fp32. ``param``,
-    if not None, receives the updated parameters, rounded to its dtype.
+    ``master``, ``exp_avg`` and ``exp_avg_sq`` have ``STATE_DTYPES`` and are updated in place. ``grad`` is bf16, fp16 or
+    fp32; with bf16 master weights it is rounded to bf16, before and after it is scaled. ``param``, if any, receives
+    the updated parameters, rounded to its dtype.
     """
 
     master: torch.Tensor
@@ -84,7 +108,7 @@ class AdamTensors:
 
 
 class UpdatedStates(NamedTuple):
-    """Memory for the states after an update: fp32 tensors of shape [numel]."""
+    """Memory for the states after an update: tensors of shape [numel]."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor

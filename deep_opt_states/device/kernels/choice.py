@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamKernel, StateDtypes
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import KernelUnavailable
@@ -26,14 +26,20 @@ class ChosenKernel:
 
 
 def cpu_adam(
-    num_sub_groups: int, betas: tuple[float, float], *, adamw: bool, num_threads: int, cores: Sequence[int] = ()
+    num_sub_groups: int,
+    betas: tuple[float, float],
+    *,
+    adamw: bool,
+    num_threads: int,
+    cores: Sequence[int] = (),
+    dtypes: StateDtypes = FP32_STATES,
 ) -> ChosenKernel:
     """Return a kernel that is bit-identical to ``DeepSpeedCPUAdam`` with these ``betas`` and in this mode.
 
     Thread i of ``num_threads`` runs on ``cores[i]``, if any. Raise DeepSpeed's error if it cannot build its op.
     """
     try:
-        arithmetic = known_arithmetic()
+        arithmetic = known_arithmetic(dtypes)
         kernel = FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores)
         return ChosenKernel(kernel, arithmetic)
     except KernelUnavailable as unavailable:
@@ -41,15 +47,15 @@ def cpu_adam(
         return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), None, f"{unavailable}\n{fallback}")
 
 
-def gpu_adam(betas: tuple[float, float], *, adamw: bool) -> TritonAdam:
+def gpu_adam(betas: tuple[float, float], *, adamw: bool, dtypes: StateDtypes = FP32_STATES) -> TritonAdam:
     """Return a bit-identical kernel for the current CUDA device. Raise ``KernelUnavailable`` if there is none."""
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    return TritonAdam(known_arithmetic(), betas, adamw=adamw, device=device)
+    return TritonAdam(known_arithmetic(dtypes), betas, adamw=adamw, device=device)
 
 
-def known_arithmetic() -> Arithmetic:
+def known_arithmetic(dtypes: StateDtypes = FP32_STATES) -> Arithmetic:
     """Return the arithmetic of stock's op on this machine. Raise ``KernelUnavailable`` if it is not known."""
-    arithmetic = find_arithmetic()
+    arithmetic = find_arithmetic(dtypes)
     if arithmetic is None:
         raise KernelUnavailable(
             "Our kernels must give the bits of DeepSpeedCPUAdam, which computes on this machine in a way that they "

@@ -10,12 +10,14 @@ from dataclasses import fields, replace
 import torch
 
 from deep_opt_states.device.kernels.adam import (
+    FP32_STATES,
     STATES,
     AdamKernel,
     AdamStep,
     AdamTensors,
     ElementRange,
     RangeUpdate,
+    StateDtypes,
     UpdatedStates,
 )
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
@@ -86,7 +88,9 @@ class FusedAdam(AdamKernel):
             updated = UpdatedStates(tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
         else:
             master, exp_avg, exp_avg_sq = updated
-            _check(replace(tensors, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq), element_range.numel)
+            new = replace(tensors, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+            _check(new, element_range.numel)
+            assert StateDtypes.found_in(new) == StateDtypes.found_in(tensors)
         return CUpdate(
             **{name: getattr(tensors, name).data_ptr() for name in (*STATES, "grad")},
             **{f"new_{name}": getattr(updated, name).data_ptr() for name in STATES},
@@ -94,6 +98,8 @@ class FusedAdam(AdamKernel):
             numel=element_range.numel,
             # The cut may be outside the range.
             cut=self._arithmetic.cut(element_range.sub_group_numel) - element_range.begin,
+            master_dtype=DTYPES[tensors.master.dtype],
+            moment_dtype=DTYPES[tensors.exp_avg.dtype],
             grad_dtype=DTYPES[tensors.grad.dtype],
             param_dtype=DTYPES[None if tensors.param is None else tensors.param.dtype],
             tail=self._arithmetic.tail,
@@ -104,6 +110,9 @@ class FusedAdam(AdamKernel):
 
 def _check(tensors: AdamTensors, numel: int) -> None:
     """Raise ``AssertionError`` for tensors that do not fit: C++ would read and write outside their memory."""
+    if StateDtypes.found_in(tensors) != FP32_STATES:
+        assert tensors.grad.dtype != torch.float16
+        assert tensors.param is None or tensors.param.dtype == torch.bfloat16
     for name in (*STATES, "grad", "param"):
         tensor = getattr(tensors, name)
         if tensor is None:
@@ -111,5 +120,4 @@ def _check(tensors: AdamTensors, numel: int) -> None:
         assert tensor.is_cpu, (name, tensor.device)
         assert tensor.is_contiguous(), name
         assert tensor.numel() == numel, (name, tensor.shape)
-        dtypes = (torch.float32,) if name in STATES else DTYPES
-        assert tensor.dtype in dtypes, (name, tensor.dtype)
+        assert tensor.dtype in DTYPES, (name, tensor.dtype)

@@ -60,7 +60,8 @@ class CUpdate(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("master", "exp_avg", "exp_avg_sq")),
         *((name, ctypes.c_void_p) for name in ("new_master", "new_exp_avg", "new_exp_avg_sq", "grad", "param")),
         *((name, ctypes.c_int64) for name in ("numel", "cut")),
-        *((name, ctypes.c_int32) for name in ("grad_dtype", "param_dtype", "tail", "num_threads")),
+        *((f"{name}_dtype", ctypes.c_int32) for name in ("master", "moment", "grad", "param")),
+        *((name, ctypes.c_int32) for name in ("tail", "num_threads")),
         ("cores", ctypes.POINTER(ctypes.c_int32)),
     )
 

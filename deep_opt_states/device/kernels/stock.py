@@ -31,7 +31,7 @@ class StockAdam(AdamKernel):
         self._op = CPUAdamBuilder().load(verbose=False)
         self._betas = betas
         self._adamw = adamw
-        self._empty = _fp32(0)
+        self._empty = _empty(0)
         self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
         self._scaled = _ScaledGradient()
@@ -57,14 +57,14 @@ class StockAdam(AdamKernel):
         """Update the whole sub-group. The op would compute the end of a smaller range as a scalar tail."""
         assert element_range is None or element_range.numel == element_range.sub_group_numel, element_range
         step = self._steps[sub_group]
-        grad = self.scaled_gradient(tensors.grad, step.grad_scale)
+        grad = self.scaled_gradient(tensors.grad, step.grad_scale, tensors.master.dtype)
         self._call(self._ids[sub_group], step, tensors.master, grad, tensors.exp_avg, tensors.exp_avg_sq)
         if tensors.param is not None:
             tensors.param.copy_(tensors.master)
 
-    def scaled_gradient(self, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
-        """Return the scaled gradient in fp32, in memory that this thread's next call overwrites."""
-        return self._scaled.memory(grad.numel()).copy_(grad).mul_(grad_scale)
+    def scaled_gradient(self, grad: torch.Tensor, grad_scale: float, dtype: torch.dtype) -> torch.Tensor:
+        """Return the scaled gradient in ``dtype``, in memory that this thread's next call overwrites."""
+        return self._scaled.memory(grad.numel(), dtype).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
         """Free the memory, and the op objects, which DeepSpeed's module would keep until the process ends."""
@@ -97,16 +97,16 @@ class _ScaledGradient(threading.local):
     """Memory for a scaled gradient per thread: on the CPU accelerator, two threads update with one kernel."""
 
     def __init__(self) -> None:
-        self._memory = _fp32(0)
+        self._memory = _empty(0)
 
-    def memory(self, numel: int) -> torch.Tensor:
-        if self._memory.numel() < numel:
-            self._memory = _fp32(numel)
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._memory.numel() < numel or self._memory.dtype != dtype:
+            self._memory = _empty(numel, dtype)
         return self._memory.narrow(0, 0, numel)
 
 
-def _fp32(numel: int) -> torch.Tensor:
-    return torch.empty(numel, dtype=torch.float32, device="cpu")
+def _empty(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _destroy(op: Any, ids: list[int]) -> None:

@@ -11,7 +11,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import STATES, AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.adam import (
+    FP32_STATES,
+    STATES,
+    AdamKernel,
+    AdamStep,
+    AdamTensors,
+    ElementRange,
+    RangeUpdate,
+    StateDtypes,
+)
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
@@ -62,7 +71,12 @@ class TritonAdam(AdamKernel):
         """Operands of earlier steps: checks and views would take longer than the launch."""
         self.restart()
 
-    def compile(self, grad_dtypes: Iterable[torch.dtype], param_dtypes: Iterable[torch.dtype | None]) -> None:
+    def compile(
+        self,
+        grad_dtypes: Iterable[torch.dtype],
+        param_dtypes: Iterable[torch.dtype | None],
+        states: StateDtypes = FP32_STATES,
+    ) -> None:
         """Compile for all combinations of dtypes and of alignments of gradients and parameters, and load the kernels.
 
         This takes seconds, or milliseconds with Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
@@ -71,7 +85,7 @@ class TritonAdam(AdamKernel):
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
-                example = self._example(grad_dtype, param_dtype, *offsets)
+                example = self._example(states, grad_dtype, param_dtype, *offsets)
                 self._launch(self._keywords(zeros), self._operands_of(example, numel=0, cut=0))
         except Exception as error:
             raise KernelUnavailable(
@@ -129,7 +143,12 @@ class TritonAdam(AdamKernel):
         self._kernel[operands.grid](*operands.positional, **keywords)
 
     def _example(
-        self, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, grad_offset: int, param_offset: int
+        self,
+        states: StateDtypes,
+        grad_dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
+        grad_offset: int,
+        param_offset: int,
     ) -> AdamTensors:
         """Return tensors of one element, the gradient and the parameter at the given offsets in elements."""
 
@@ -138,7 +157,11 @@ class TritonAdam(AdamKernel):
 
         param = None if param_dtype is None else one(param_dtype, param_offset)
         return AdamTensors(
-            **{name: one(torch.float32) for name in STATES}, grad=one(grad_dtype, grad_offset), param=param
+            master=one(states.master),
+            exp_avg=one(states.moment),
+            exp_avg_sq=one(states.moment),
+            grad=one(grad_dtype, grad_offset),
+            param=param,
         )
 
 
@@ -156,6 +179,7 @@ def _import_kernel() -> tuple[Any, dict[str, bool]]:
 
 def _check(tensors: AdamTensors, device: torch.device, numel: int, skip: int) -> None:
     """Raise ``AssertionError`` for tensors that the kernel would access wrongly, or that it is not compiled for."""
+    StateDtypes.found_in(tensors)
     for name, tensor in vars(tensors).items():
         if tensor is None:
             continue
@@ -163,8 +187,6 @@ def _check(tensors: AdamTensors, device: torch.device, numel: int, skip: int) ->
         assert tensor.is_contiguous(), (name, tensor.stride())
         assert tensor.numel() == numel, (name, tensor.shape)
         assert tensor.storage_offset() >= skip, (name, "has no elements before it")
+        assert tensor.dtype in DTYPES, (name, tensor.dtype)
         if name in STATES:
-            assert tensor.dtype == torch.float32, (name, tensor.dtype)
             assert (tensor.data_ptr() - skip * tensor.element_size()) % ALIGNMENT_BYTES == 0, name
-        else:
-            assert tensor.dtype in DTYPES, (name, tensor.dtype)

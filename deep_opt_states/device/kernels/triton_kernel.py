@@ -96,10 +96,11 @@ def _update_block(
         inside = (at >= skip - begin) & (at < numel - begin)
     before_cut = at < cut - begin
 
-    g = _widened(tl.load(grad + begin + at, mask=inside)) * grad_scale
-    p = tl.load(master + begin + at, mask=inside)
-    m = tl.load(exp_avg + begin + at, mask=inside)
-    v = tl.load(exp_avg_sq + begin + at, mask=inside)
+    g = _in_dtype_of(_widened(tl.load(grad + begin + at, mask=inside)), master)
+    g = _in_dtype_of(g * grad_scale, master)
+    p = _widened(tl.load(master + begin + at, mask=inside))
+    m = _widened(tl.load(exp_avg + begin + at, mask=inside))
+    v = _widened(tl.load(exp_avg_sq + begin + at, mask=inside))
 
     g = tl.where(decay_kind == _L2, _multiply_add(p, decay, g, before_cut, TAIL), g)
     if TAIL == _MOMENT_FUSED:
@@ -112,11 +113,11 @@ def _update_block(
     p = tl.where(decay_kind == _DECOUPLED, _multiply_add(p, decay, p, before_cut, TAIL), p)
     p = _multiply_add(tl.div_rn(m, denominator), step_size, p, before_cut, TAIL)
 
-    tl.store(exp_avg + begin + at, m, mask=inside)
+    tl.store(exp_avg + begin + at, _rounded(m, exp_avg.dtype.element_ty), mask=inside)
     if param is not None:
         tl.store(param + begin + at, _rounded(p, param.dtype.element_ty), mask=inside)
-    tl.store(master + begin + at, p, mask=inside)
-    tl.store(exp_avg_sq + begin + at, v, mask=inside)
+    tl.store(master + begin + at, _rounded(p, master.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + begin + at, _rounded(v, exp_avg_sq.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -128,6 +129,12 @@ def _multiply_add(a, b, c, before_cut, TAIL: tl.constexpr):
         # them, despite the rounding in the PTX and despite OPTIONS.
         result = tl.where(before_cut, result, libdevice.add_rn(a * b, c))
     return result
+
+
+@triton.jit
+def _in_dtype_of(value, states):
+    """Round an fp32 ``value`` to the dtype of ``states``, as stock's gradient, and convert it back."""
+    return _widened(_rounded(value, states.dtype.element_ty))
 
 
 @triton.jit
@@ -147,6 +154,8 @@ def _rounded(value, DTYPE: tl.constexpr):
         bits = value.to(tl.uint32, bitcast=True)
         halves = tl.where(value == value, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         result = halves.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
+    elif tl.float16 == DTYPE:
         result = value.to(DTYPE, fp_downcast_rounding="rtne")
+    else:
+        result = value
     return result

@@ -74,15 +74,29 @@ inline float multiply_add(float a, float b, float c) {
   return product + c;
 }
 
+// The dtypes of the tensors of an update.
+template <std::int32_t master_, std::int32_t moment_, std::int32_t grad_, std::int32_t param_>
+struct Dtypes {
+  static constexpr std::int32_t master = master_, moment = moment_, grad = grad_, param = param_;
+};
+
+// Stock converts the gradient to the dtype of the master weights, and then scales it in place.
+template <typename D>
+inline float scaled_gradient(const Update& update, std::int64_t at) {
+  const float grad = load<D::grad>(update.grad, at);
+  if constexpr (D::master == kFloat32) return grad * update.scalars.grad_scale;
+  return from_bfloat16(to_bfloat16(from_bfloat16(to_bfloat16(grad)) * update.scalars.grad_scale));
+}
+
 // deepspeed/ops/csrc/includes/cpu_adam.h, Step_AVX (kGradientFused), and cpu_adam_impl.cpp, Step_1.
-template <std::int32_t tail, std::int32_t grad_dtype, std::int32_t param_dtype>
+template <std::int32_t tail, typename D>
 inline void update_element(const Update& update, std::int64_t at) {
   constexpr bool fused = tail != kUnfused;
   const Scalars& s = update.scalars;
-  float grad = load<grad_dtype>(update.grad, at) * s.grad_scale;
-  float exp_avg = update.exp_avg[at];
-  float exp_avg_sq = update.exp_avg_sq[at];
-  float master = update.master[at];
+  float grad = scaled_gradient<D>(update, at);
+  float exp_avg = load<D::moment>(update.exp_avg, at);
+  float exp_avg_sq = load<D::moment>(update.exp_avg_sq, at);
+  float master = load<D::master>(update.master, at);
   if (s.decay_kind == kL2) grad = multiply_add<fused>(master, s.decay, grad);
   if constexpr (tail == kMomentFused) {
     exp_avg = std::fma(exp_avg, s.beta1, grad * s.one_minus_beta1);
@@ -94,29 +108,38 @@ inline void update_element(const Update& update, std::int64_t at) {
   const float denominator = multiply_add<fused>(std::sqrt(exp_avg_sq), s.bias_correction2, s.eps);
   if (s.decay_kind == kDecoupled) master = multiply_add<fused>(master, s.decay, master);
   master = multiply_add<fused>(exp_avg / denominator, s.step_size, master);
-  update.new_exp_avg[at] = exp_avg;
-  if constexpr (param_dtype != kNone) store<param_dtype>(update.param, at, master);
-  update.new_master[at] = master;
-  update.new_exp_avg_sq[at] = exp_avg_sq;
+  store<D::moment>(update.new_exp_avg, at, exp_avg);
+  if constexpr (D::param != kNone) store<D::param>(update.param, at, master);
+  store<D::master>(update.new_master, at, master);
+  store<D::moment>(update.new_exp_avg_sq, at, exp_avg_sq);
 }
 
-// Calls `body` with the dtypes as compile-time constants: body.template operator()<grad_dtype, param_dtype>().
+template <std::int32_t dtype>
+using Constant = std::integral_constant<std::int32_t, dtype>;
+
+// Calls `body` with the dtypes as compile-time constants. A model with bf16 master weights is in bf16.
 template <typename Body>
 inline void with_dtypes(const Update& update, const Body& body) {
-  const auto with_param = [&](auto grad_dtype) {
-    constexpr std::int32_t grad = decltype(grad_dtype)::value;
-    switch (update.param_dtype) {
-      case kNone: return body(grad_dtype, std::integral_constant<std::int32_t, kNone>{});
-      case kFloat32: return body(grad_dtype, std::integral_constant<std::int32_t, kFloat32>{});
-      case kBFloat16: return body(grad_dtype, std::integral_constant<std::int32_t, kBFloat16>{});
-      case kFloat16: return body(grad_dtype, std::integral_constant<std::int32_t, kFloat16>{});
+  const auto with_states = [&](auto grad, auto param) {
+    constexpr std::int32_t g = decltype(grad)::value, p = decltype(param)::value;
+    if (update.master_dtype == kFloat32) return body(Dtypes<kFloat32, kFloat32, g, p>{});
+    if constexpr (g != kFloat16 && (p == kNone || p == kBFloat16)) {
+      if (update.moment_dtype == kFloat32) return body(Dtypes<kBFloat16, kFloat32, g, p>{});
+      return body(Dtypes<kBFloat16, kBFloat16, g, p>{});
     }
-    static_assert(grad != kNone);
+  };
+  const auto with_param = [&](auto grad) {
+    switch (update.param_dtype) {
+      case kNone: return with_states(grad, Constant<kNone>{});
+      case kFloat32: return with_states(grad, Constant<kFloat32>{});
+      case kBFloat16: return with_states(grad, Constant<kBFloat16>{});
+      case kFloat16: return with_states(grad, Constant<kFloat16>{});
+    }
   };
   switch (update.grad_dtype) {
-    case kFloat32: return with_param(std::integral_constant<std::int32_t, kFloat32>{});
-    case kBFloat16: return with_param(std::integral_constant<std::int32_t, kBFloat16>{});
-    case kFloat16: return with_param(std::integral_constant<std::int32_t, kFloat16>{});
+    case kFloat32: return with_param(Constant<kFloat32>{});
+    case kBFloat16: return with_param(Constant<kBFloat16>{});
+    case kFloat16: return with_param(Constant<kFloat16>{});
   }
 }
 

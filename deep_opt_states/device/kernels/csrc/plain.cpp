@@ -5,10 +5,8 @@ namespace {
 
 template <std::int32_t tail>
 void update_elements(const Update& update, std::int64_t begin, std::int64_t end) {
-  with_dtypes(update, [&](auto grad_dtype, auto param_dtype) {
-    for (std::int64_t at = begin; at < end; ++at) {
-      update_element<tail, decltype(grad_dtype)::value, decltype(param_dtype)::value>(update, at);
-    }
+  with_dtypes(update, [&](auto dtypes) {
+    for (std::int64_t at = begin; at < end; ++at) update_element<tail, decltype(dtypes)>(update, at);
   });
 }
 

@@ -97,9 +97,9 @@ void deep_opt_states_zero(const Update* update) {
     const auto zero = [&](void* tensor, std::int64_t size) {
       if (tensor != nullptr) std::memset(static_cast<char*>(tensor) + begin * size, 0, (end - begin) * size);
     };
-    zero(update.new_master, 4);
-    zero(update.new_exp_avg, 4);
-    zero(update.new_exp_avg_sq, 4);
+    zero(update.new_master, size_of(update.master_dtype));
+    zero(update.new_exp_avg, size_of(update.moment_dtype));
+    zero(update.new_exp_avg_sq, size_of(update.moment_dtype));
     zero(const_cast<void*>(update.grad), size_of(update.grad_dtype));
     zero(update.param, size_of(update.param_dtype));
   });

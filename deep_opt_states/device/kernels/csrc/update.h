@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// The dtypes that gradients and parameters can have.
+// The dtypes that tensors can have. Master weights and moments are fp32 or bf16.
 enum Dtype : std::int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
 // The ways in which the compiler of stock's op may fuse `m = m * beta1; m = g * (1 - beta1) + m` in its scalar tail.
@@ -27,17 +27,17 @@ struct Scalars {
 
 struct Update {
   Scalars scalars;
-  const float* master;
-  const float* exp_avg;
-  const float* exp_avg_sq;
-  float* new_master;  // the same memory as above, or all other memory
-  float* new_exp_avg;
-  float* new_exp_avg_sq;
+  const void* master;
+  const void* exp_avg;
+  const void* exp_avg_sq;
+  void* new_master;  // the same memory as above, or all other memory
+  void* new_exp_avg;
+  void* new_exp_avg_sq;
   const void* grad;
   void* param;  // written only, may be null
   std::int64_t numel;
   std::int64_t cut;  // elements from here on have the tail's arithmetic; may be outside [0, numel]
-  std::int32_t grad_dtype, param_dtype;
+  std::int32_t master_dtype, moment_dtype, grad_dtype, param_dtype;
   std::int32_t tail;
   std::int32_t num_threads;
   const std::int32_t* cores;  // one per thread; null leaves the threads where they are
