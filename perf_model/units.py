@@ -26,7 +26,7 @@ def size(size_bytes: float, digits: int = 3) -> str:
 def size_of(taken_bytes: float, limit_bytes: float | None) -> str:
     """Return a size and its limit, such as ``83 GB of 85.5 GB``, with enough digits to show which is larger."""
     if limit_bytes is None:
-        return f"{size(taken_bytes, DIGITS)} of no limit"
+        return f"{size(taken_bytes, DIGITS)} (limit unknown)"
 
     def order(taken: float, limit: float) -> int:
         return (taken > limit) - (taken < limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from deep_opt_states.files import replace_file
 from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
 from deep_opt_states.profiler.ranks import collective_groups, launched_ranks
+from deep_opt_states.profiler.training_step import measure_training
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
             groups = collective_groups(ranks, get_accelerator().communication_backend_name(), os.environ)
             measure_with = partial(measure, device, ranks, QUICK if options.quick else FULL, progress=bar)
             profile = measure_with(threads=share.threads, cores=share.cores, groups=groups)
+            for measure_steps in [] if options.quick else bar([measure_training], description="Training a few layers"):
+                profile = replace(profile, measurements={**profile.measurements, **measure_steps(ranks)})
         if is_rank_0:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:

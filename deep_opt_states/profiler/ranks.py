@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +51,14 @@ class Ranks:
         if self.size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
+
+
+def free_port() -> int:
+    """Return a port of this machine that no process listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
-from perf_model.training_run.micro_batch import Overheads, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, billions, gigabytes_per_second, percent, seconds, significant, size, size_of
 
@@ -116,13 +116,16 @@ def _limit(found: Forecast, inputs: Inputs) -> str:
     job, predicted = found.job, found.predicted
     rates = PhaseRates.from_profile(inputs.profile, job.ranks_on_node, inputs.overheads.of_plugin)
     ideal = replace(rates, network=Network(ranks_per_node=job.ranks_on_node))
-    with_network_s, without_s = (job.work.forward_s(each) + job.work.backward_s(each) for each in (rates, ideal))
-    network_s = job.accumulation * (with_network_s - without_s)
+    all_s, without_network_s, products_s = (
+        job.accumulation * (job.work.forward_s(each) + job.work.backward_s(each))
+        for each in (rates, ideal, replace(ideal, overheads=NO_OVERHEADS))
+    )
     parts_s = {
-        "computing": predicted.forward_s + predicted.backward_s - network_s,
-        "the network": network_s,
+        "computing": products_s,
+        "the host, which launches kernels and runs hooks,": without_network_s - products_s + predicted.fixed_s,
+        "the network": all_s - without_network_s,
+        "work beside copies and updates": predicted.forward_s + predicted.backward_s - all_s,
         f"the update ({found.bound.binding.value})": predicted.exposed_update_s,
-        "the time outside of all phases": predicted.fixed_s,
     }
     return max(parts_s, key=lambda part: parts_s[part])
 
@@ -176,7 +179,7 @@ def _comparison(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
         if isinstance(outcome, Infeasible):
             yield f"{TITLES[name]}: {outcome.reason}"
     overheads = inputs.overheads
-    fixed = f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""
+    fixed = f"; {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""
     yield (
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "
@@ -190,8 +193,8 @@ def fixed_seconds(overheads: Overheads) -> str:
         seconds(each_s, DIGITS) for each_s in (overheads.forward_s, overheads.backward_s, overheads.step_s)
     )
     return (
-        f"the host takes {forward_s} per module in forward, {backward_s} in backward and {step_s} in step(), by "
-        f"{overheads.source}"
+        f"the host takes at least {forward_s} per module in forward, {backward_s} in backward and {step_s} in step(), "
+        f"by {overheads.source}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs
 from perf_model.prediction.memory import DoesNotFit
+from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, significant
 
 LEAST_SEQUENCE = 256
@@ -25,13 +26,18 @@ def remedy_for(error: DoesNotFit, inputs: Inputs) -> str:
     job, alone = inputs.job, str(error).partition("\n")[2]
     # The rest of a GPU's training does not take host memory, and page-locked memory is for the optimizer alone.
     of_training = "gpu_bytes" if inputs.profile.has_accelerator else "host_bytes"
-    found = sorted(_fitting(inputs) if set(error.missing) == {of_training} else [], key=lambda each: -each[1])
+    is_of_training = set(error.missing) == {of_training}
+    found = sorted(_fitting(inputs) if is_of_training else [], key=lambda each: -each[1])
     if job.world_size > job.ranks_on_node:
         # More machines cost more than any change of the job.
         more = ({"world_size": job.world_size * 2**power} for power in range(1, MOST_HALVINGS))
         found += islice(((changes, tokens) for changes in more if (tokens := _tokens_per_s(inputs, changes))), 1)
     if not found:
-        return f"No shorter sequence, smaller micro-batch, offload_param or recomputation makes it fit.\n{alone}"
+        tried = "No shorter sequence, smaller micro-batch or recomputation makes it fit, nor --offload-param on a GPU."
+        others = "The optimizer's states take that memory: no shorter sequence or smaller micro-batch helps."
+        if "gpu_bytes" in error.missing and not is_of_training:
+            return alone
+        return f"{tried if is_of_training else others}\n{alone}"
     lines = (f"  {_spelled(changes)}: {significant(tokens, DIGITS)} tokens/s" for changes, tokens in found)
     return "\n".join(("It fits with:", *lines, alone))
 
@@ -63,11 +69,13 @@ def _fitting(inputs: Inputs) -> Iterator[tuple[Changes, float]]:
 def _tokens_per_s(inputs: Inputs, changes: Changes) -> float | None:
     try:
         return replace(inputs, job=replace(inputs.job, **changes)).forecast().predicted.tokens_per_s
-    except DoesNotFit:
+    except (DoesNotFit, ModelError):
         return None
 
 
 def _spelled(changes: Changes) -> str:
     """Return the options of ``plan`` that make the changes."""
+    if ranks := changes.get("world_size"):
+        return f"{ranks} ranks (--world-size or --nodes)"
     spelled = {"recompute": "(without --no-recompute)", "offload_param": "--offload-param"}
     return " ".join(spelled.get(name, f"--{name.replace('_', '-')} {value}") for name, value in changes.items())

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", flush=True)
     overheads = inputs[0].overheads
     legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
-    show(legend + (f"; of each iteration, {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
+    show(legend + (f"; {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
     show("*: more tokens/s than all rows above, so the last one is the best")
     if options.csv is not None:
         _write(rows, options.csv)

@@ -95,6 +95,26 @@ def test_an_output_on_a_read_only_file_system_is_refused(tmp_path: Path, monkeyp
         check_output(tmp_path / "profile.json")
 
 
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train no layers, which takes most of a minute."""
+    monkeypatch.setattr(profile_command, "measure_training", lambda ranks: {})
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_only_a_full_profile_trains_a_few_layers(
+    is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {name: Measurement(samples=(1e9,)) for name in REQUIRED}
+    found = HardwareProfile(name="here", provenance=Provenance(source="measured"), measurements=rates)
+    step = {"module_forward_s": Measurement(samples=(6e-4,))}
+    monkeypatch.setattr(profile_command, "measure", lambda *arguments, **options: found)
+    monkeypatch.setattr(profile_command, "measure_training", lambda ranks: step)
+    assert main(["profile", "--output", str(tmp_path / "profile.json"), *(["--quick"] if is_quick else [])]) == 0
+    written = HardwareProfile.read(tmp_path / "profile.json").measurements
+    assert written == (rates if is_quick else rates | step)
+
+
 def make_measurement_fail(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     def fail(*arguments: object, **options: object) -> HardwareProfile:
         raise ProfileError(message)

@@ -23,7 +23,7 @@ from perf_model.units import gigabytes_per_second, params_per_second, size, size
         (size_of(76e9, 85.52e9), "76 GB of 85.5 GB"),
         (size_of(85.52e9, 85.52e9), "85.5 GB of 85.5 GB"),
         (size_of(85.51e9, 85.52e9), "85.51 GB of 85.52 GB"),
-        (size_of(76e9, None), "76 GB of no limit"),
+        (size_of(76e9, None), "76 GB (limit unknown)"),
     ],
 )
 def test_a_quantity_is_formatted_with_its_digits(shown: str, expected: str) -> None:
