@@ -76,13 +76,13 @@ def predict_layouts(
     """
     fitting: list[Forecast] = []
     unfit: dict[Layout, str] = {}
+    overheads = Overheads.from_profile(profile)
     for layout in layouts:
         if any(layout.tensor_parallel == other.tensor_parallel for other in unfit):
             continue
         size, _, micro_batch, accumulation = layout
         laid_out = replace(job, tensor_parallel=size, micro_batch=micro_batch, accumulation=accumulation)
         try:
-            overheads = Overheads.from_profile(profile)
             fitting.append(Forecast(laid_out, profile, limits, overlap, unit_sizes, overheads))
         except DoesNotFit as error:
             unfit[layout] = error.rule
