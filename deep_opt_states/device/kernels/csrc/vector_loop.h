@@ -37,9 +37,11 @@ inline typename V::Floats rounded_to_bfloat16(typename V::Floats value) {
 }
 
 template <typename V, typename D>
-inline typename V::Floats scaled_vector(const void* from, std::int64_t at, typename V::Floats grad_scale) {
-  const auto grad = load_vector<V, D::grad>(from, at);
+inline typename V::Floats scaled_vector(const Update& update, std::int64_t at, typename V::Floats grad_scale) {
+  const auto grad = load_vector<V, D::grad>(update.grad, at);
   if constexpr (D::master == kFloat32) return V::multiply(grad, grad_scale);
+  // Without clipping, rounding changes nothing but the bits of a NaN, and takes a quarter of the time.
+  if (D::grad == kBFloat16 && update.scalars.grad_scale == 1.0f) return grad;
   const auto rounded = D::grad == kBFloat16 ? grad : rounded_to_bfloat16<V>(grad);
   return rounded_to_bfloat16<V>(V::multiply(rounded, grad_scale));
 }
@@ -54,7 +56,7 @@ inline void update_full_vectors(const Update& update, std::int64_t begin, std::i
   const auto bias_correction2 = V::set(s.bias_correction2), eps = V::set(s.eps);
   const auto step_size = V::set(s.step_size), decay = V::set(s.decay);
   for (std::int64_t at = begin; at < end; at += V::width) {
-    auto grad = scaled_vector<V, D>(update.grad, at, grad_scale);
+    auto grad = scaled_vector<V, D>(update, at, grad_scale);
     auto exp_avg_sq = load_vector<V, D::moment>(update.exp_avg_sq, at);
     auto master = load_vector<V, D::master>(update.master, at);
     if constexpr (decay_kind == kL2) grad = V::multiply_add(master, decay, grad);
