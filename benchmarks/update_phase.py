@@ -37,13 +37,12 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.micro_batch import PARAM_BYTES
 
 CHART = Bars("update", UPDATE_SPEEDUP, "host memory traffic")
 
 TRAFFIC_BYTES = {
-    variants.STOCK.name: stock_traffic_by_action(PARAM_BYTES)[ActionKind.CPU_STEP].dram,
-    variants.ALL_CPU.name: traffic_by_action(PARAM_BYTES)[ActionKind.CPU_STEP].dram,
+    variants.STOCK.name: stock_traffic_by_action()[ActionKind.CPU_STEP].dram,
+    variants.ALL_CPU.name: traffic_by_action()[ActionKind.CPU_STEP].dram,
 }
 """Bytes per parameter that the CPU's update moves, for variants that update on the CPU only."""
 

@@ -86,9 +86,10 @@ class Config(BaseModel):
 
     num_slots: int | None = Field(default=None, ge=1)
     """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of the
-    largest streamed unit, at 12 bytes per parameter. More slots prefetch more states during backward, and let more
-    flushes overlap with the next one. Defaults to 2, and never changes in training: the slots must fit in addition to
-    all that training needs. Where something is left to the planner, it chooses this number, and the key is refused."""
+    largest streamed unit, at 12 bytes per parameter (10 or 6 with bf16 states). More slots prefetch more states during
+    backward, and let more flushes overlap with the next one. Defaults to 2, and never changes in training: the slots
+    must fit in addition to all that training needs. Where something is left to the planner, it chooses this number, and
+    the key is refused."""
 
     profile: str | None = Field(default=None, min_length=1)
     """The path of a hardware profile from which the plugin plans and predicts; `deep-opt-states profile` writes one. By
@@ -128,10 +129,10 @@ class Config(BaseModel):
 
     eager: bool | Literal["planned"] = "planned"
     """Whether CPU updates start in backward, as soon as the gradients of a unit are complete, into a second version of
-    the unit's states, which takes 12 bytes of host memory per parameter. If the step is clipped or skipped, the unit is
-    updated again after the norm is known, from its untouched states: the bits are the same. `"planned"` lets the
-    planner choose these units, within half of the host memory that is free. `true` takes all units that the CPU
-    updates. No effect with `"overlap_backward": false`."""
+    the unit's states, which takes 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is
+    clipped or skipped, the unit is updated again after the norm is known, from its untouched states: the bits are the
+    same. `"planned"` lets the planner choose these units, within half of the host memory that is free. `true` takes all
+    units that the CPU updates. No effect with `"overlap_backward": false`."""
 
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing

@@ -23,7 +23,7 @@ from deep_opt_states import activation
 from deep_opt_states.host import machine
 from deep_opt_states.names import CONFIG_KEY, SWITCH
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested, is_too_old
-from perf_model.prediction.memory import SIXTEEN_BIT, shadow_bytes
+from perf_model.prediction.memory import DEFAULT_SETUP, shadow_bytes
 from perf_model.units import billions, gigabytes, size
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -210,7 +210,7 @@ def _free_host_bytes() -> int:
 
 def describe_eager_updates(free_bytes: int) -> Finding:
     """Describe the memory for the second versions of states: half of what training leaves of ``free_bytes``."""
-    numel = free_bytes // 2 // shadow_bytes(SIXTEEN_BIT)
+    numel = free_bytes // 2 // shadow_bytes(DEFAULT_SETUP.widths)
     return OK(
         f"{size(free_bytes)} of host memory are free; second versions of states may take half of what training leaves, "
         f"at most {size(free_bytes // 2)} for {billions(numel)} parameters"

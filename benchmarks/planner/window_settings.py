@@ -16,7 +16,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PhaseRates
 from perf_model.training_run.training_memory import TrainingMemory
 
 KNOWN_MACHINES = ("a100-pcie4", "h100-pcie5", "h200-pcie5", "gh200")
@@ -64,7 +64,7 @@ class WindowSetting:
     @property
     def cost(self) -> CostModel:
         """Return the cost model of one rank."""
-        return CostModel.from_profile(MACHINES[self.machine].profile(self.job.ranks_on_node), PARAM_BYTES)
+        return CostModel.from_profile(MACHINES[self.machine].profile(self.job.ranks_on_node))
 
     @property
     def windows(self) -> Windows:

@@ -47,7 +47,7 @@ KV_HEADS = 4
 """The heads of keys and values. The parameters and layers that the logs print match these and feed-forward widths of
 11008, 12400, 13824, 20480 and 17920 within 0.7 %."""
 
-STOCK_TRAFFIC = stock_traffic_by_action(PARAM_BYTES)
+STOCK_TRAFFIC = stock_traffic_by_action()
 CPU_BYTES = STOCK_TRAFFIC[ActionKind.CPU_STEP].dram + PARAM_BYTES
 """Bytes of host memory per parameter that the CPU updates, and whose 16-bit value the device then reads."""
 
@@ -178,7 +178,7 @@ def simulated_update_s(setting: RunSetting, rates: Mapping[str, float], machine:
     }
     if setting.update_stride is not None:
         streamed = rates["streamed_bytes_per_param"] / STREAMED_BYTES
-        flush = traffic_by_action(PARAM_BYTES)[ActionKind.FLUSH_STATES]
+        flush = traffic_by_action()[ActionKind.FLUSH_STATES]
         prefetch = BytesPerParam(h2d=STREAMED_LINK_BYTES - flush.d2h, dram=streamed * (STREAMED_BYTES - flush.dram))
         traffic |= {
             ActionKind.PREFETCH: prefetch,

@@ -18,7 +18,7 @@ from deep_opt_states.profiler.profile import IMPLAUSIBLE, QUICK, ProbeEffort, de
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, ranks_by_node
 from perf_model.prediction.hardware import VERSION, HardwareProfile, ProfileError, Provenance
 
-METHOD = 9
+METHOD = 10
 """The version of the method. Increase it when a probe measures something else, to discard cached profiles."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from deep_opt_states.device.interface import Device, Event
-from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep, AdamTensors, StateDtypes
 from deep_opt_states.device.slab import HostSlab
 from perf_model.schedule.host_layout import Widths, slab_tensors
 from perf_model.schedule.workload import STATES, Workload
@@ -214,7 +214,7 @@ class HostStates:
 
 
 class Updates:
-    """Adam steps of ``kernel`` on ``states``, all of which have a 16-bit ``param``."""
+    """Adam steps of ``kernel`` on ``states``."""
 
     def __init__(self, states: Sequence[AdamTensors], kernel: AdamKernel) -> None:
         self.states = states
@@ -225,7 +225,8 @@ class Updates:
         for state in states:
             # Touch every page now, also on the accelerator, so that no timed update does.
             for name, tensor in vars(state).items():
-                tensor.fill_({"master": 1.0, "grad": 1e-2}.get(name, 0.0))
+                if tensor is not None:
+                    tensor.fill_({"master": 1.0, "grad": 1e-2}.get(name, 0.0))
 
     def begin_step(self) -> None:
         """Start the next Adam step of all sub-groups."""
@@ -261,10 +262,16 @@ class Updates:
         return self.numel / (times_s[-1] - times_s[0])
 
 
-def host_updates(memory: HostStates) -> Probe:
+def host_updates(memory: HostStates, quantity: str, dtypes: StateDtypes) -> Probe:
     """Return a probe of the work of a CPU_STEP of training, on the thread that touched ``memory`` first."""
-    updates = Updates(memory.sub_groups, memory.kernel)
-    return lambda: {"cpu_adam_params_per_s": updates.params_per_s(memory.thread.submit(updates.step).result())}
+    updates = Updates([_with_dtypes(tensors, dtypes) for tensors in memory.sub_groups], memory.kernel)
+    return lambda: {quantity: updates.params_per_s(memory.thread.submit(updates.step).result())}
+
+
+def _with_dtypes(tensors: AdamTensors, dtypes: StateDtypes) -> AdamTensors:
+    """Return the fp32 states as states with ``dtypes``, at the start of the same memory."""
+    views = {name: getattr(tensors, name).view(dtype)[: tensors.grad.numel()] for name, dtype in dtypes.by_name.items()}
+    return replace(tensors, **views, param=None if dtypes.master == tensors.grad.dtype else tensors.param)
 
 
 def stock_updates(kernel: AdamKernel, memory: HostStates, device: Device[Any]) -> Probe:

@@ -18,7 +18,7 @@ import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel
+from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, STATE_DTYPES, AdamKernel, StateDtypes
 from deep_opt_states.device.kernels.choice import cpu_adam, gpu_adam
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.host import machine
@@ -33,6 +33,7 @@ from deep_opt_states.profiler.ranks import (
     collective,
     ranks_by_node,
 )
+from perf_model.prediction.cost import CPU_ADAM
 from perf_model.prediction.hardware import (
     MATMUL_SIZE,
     QUANTITIES,
@@ -222,6 +223,9 @@ def _entries(
         reserved.callback(states.close)
         return states
 
+    def updates(quantity: str, dtypes: StateDtypes) -> Prepare:
+        return lambda: probes.host_updates(memory(), quantity, dtypes)
+
     def copies(*directions: Callable[..., Copies]) -> list[Copies]:
         return [direction(host, copy_bytes) for direction in directions]
 
@@ -247,7 +251,10 @@ def _entries(
         on_device = dict.fromkeys(on_device, NO_ACCELERATOR)
     return {
         ("copy_latency_s",): lambda: probes.latency(host, h2d(host, small_bytes)),
-        ("cpu_adam_params_per_s",): lambda: probes.host_updates(memory()),
+        **{
+            (quantity,): updates(quantity, dtypes)
+            for quantity, dtypes in zip(CPU_ADAM.values(), STATE_DTYPES, strict=True)
+        },
         ("stock_cpu_adam_params_per_s",): lambda: probes.stock_updates(stock_cpu_adam(SUB_GROUPS), memory(), host),
         ("dram_update_bytes_per_s", "dram_copy_bytes_per_s"): lambda: probes.host_memory(memory().slab),
         **on_device,

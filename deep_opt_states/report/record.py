@@ -53,7 +53,7 @@ class ReportedPlan:
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
         """Return the bytes that were copied in ``direction``, "h2d" or "d2h", per second in which it was busy."""
         lanes = LANES_OF_DIRECTION[direction]
-        traffic = traffic_by_action(self.widths.param, params_on_host=not self.widths.publishes)
+        traffic = traffic_by_action(self.widths)
         actions = [span.action for span in timeline.spans if span.action.lane in lanes]
         moved = sum(getattr(traffic[action.kind], direction) * self.numels[action.unit] for action in actions)
         return _rate(moved, timeline.busy_s(*lanes))

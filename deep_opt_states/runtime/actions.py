@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate
+from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate, StateDtypes
 from deep_opt_states.runtime.state import Copies, Slot, UnitState
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
@@ -66,9 +66,14 @@ class Actions:
 
         If the device raises its out-of-memory error, nothing has changed. No stream may still use a slot that is freed.
         """
-        kept = [slot for slot in self._slots if slot.master.numel() == schedule.slot_numel]
+        dtypes = StateDtypes.found_in(states[0].parts[0])
+        kept = [
+            slot
+            for slot in self._slots
+            if slot.master.numel() == schedule.slot_numel and StateDtypes.found_in(slot) == dtypes
+        ]
         added = range(len(kept), schedule.num_slots)
-        slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel) for _ in added)]
+        slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel, dtypes) for _ in added)]
         self._states, self._slots = states, slots[: schedule.num_slots]
         self._shift = 0
         self._forget_views()
@@ -157,6 +162,9 @@ class Actions:
     def _operations_of(self, action: Action) -> UnitOperations:
         """Return the unit's operations. The worker and the caller's thread call this for different units."""
         state = self._states[action.unit]
+        if state.shadow is not None:
+            # Masters that are published change with the version that is current.
+            return UnitOperations([], {}, *state.publications())
         known = self._operations.get(action.unit)
         if known is None or not known.is_current(state):
             known = self._operations[action.unit] = UnitOperations(_tensors_of(state), {}, *state.publications())

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import STATES, AdamTensors, ElementRange, RangeUpdate, UpdatedStates
+from deep_opt_states.device.kernels.adam import (
+    STATES,
+    AdamTensors,
+    ElementRange,
+    RangeUpdate,
+    StateDtypes,
+    UpdatedStates,
+)
 from perf_model.schedule.placement import Placement
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -18,16 +25,16 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Slot:
-    """Accelerator memory for the optimizer states of one unit at a time: fp32 tensors of shape [slot_numel]."""
+    """Accelerator memory for the optimizer states of one unit at a time: tensors of shape [slot_numel]."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
     @classmethod
-    def reserve(cls, device: Device[Any], numel: int) -> Slot:
+    def reserve(cls, device: Device[Any], numel: int, dtypes: StateDtypes) -> Slot:
         """Allocate the slot's tensors, of ``numel`` elements each. Raise the device's error if memory is short."""
-        return cls(*(device.empty(numel, torch.float32) for _ in range(3)))
+        return cls(**{name: device.empty(numel, dtype) for name, dtype in dtypes.by_name.items()})
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,11 +69,12 @@ class UnitPart:
     """The tensors of one range of a unit, of shape [numel] each: ``elements`` of the sub-group ``sub_group``.
 
     - ``offset``: the position of the first element in the unit's memory on the accelerator.
-    - ``master``, ``exp_avg``, ``exp_avg_sq``: fp32, views of the sub-group's tensors in the slab.
+    - ``master``, ``exp_avg``, ``exp_avg_sq``: views of the sub-group's tensors in the slab.
     - ``grad``: in the accumulation dtype, on the device that updates the unit.
     - ``param``: in the model's dtype, a view of DeepSpeed's flat buffer, which is in pinned memory if offloaded.
     - ``rounded``: the tensor in host memory that a CPU update publishes: ``param`` itself where the CPU can write it,
-      or ``master`` for an fp32 model, except in the persistent unit and in eager units.
+      or ``master`` if that has the model's dtype, except in the persistent unit. In an eager unit it is not ``param``,
+      and ``master`` stands for the masters of the current version.
     - ``staged``: memory on the accelerator for the updated parameters if ``param`` is in host memory, else None. All
       units share it, which is safe because one stream both updates and copies.
     """
@@ -104,16 +112,19 @@ class UnitPart:
         """Return the states in the sub-group's own memory."""
         return UpdatedStates(self.master, self.exp_avg, self.exp_avg_sq)
 
+    @property
+    def publishes_master(self) -> bool:
+        """Return whether the masters are published, so that a CPU update rounds to no other tensor."""
+        return self.rounded is self.master
+
     def cpu_update(self) -> RangeUpdate:
         """Return the update on the CPU, in place."""
-        # An fp32 model is published from the master weights.
-        param = None if self.rounded is self.master else self.rounded
-        return self._update(self.states, param)
+        return self._update(self.states, None if self.publishes_master else self.rounded)
 
     def speculation(self, shadow: UpdatedStates, *, from_shadow: bool) -> RangeUpdate:
         """Return the update on the CPU from one version of the states to the other."""
         source, updated = (shadow, self.states) if from_shadow else (self.states, shadow)
-        return replace(self._update(source, self.rounded), updated=updated)
+        return replace(self._update(source, None if self.publishes_master else self.rounded), updated=updated)
 
     def accelerator_update(self, states: Slot) -> RangeUpdate:
         """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit."""
@@ -173,6 +184,9 @@ class UnitState:
         """Return the copies that publish the parameters, and the copies within the accelerator that follow."""
         if self.is_on_accelerator:
             return [(part.param, part.staged) for part in self.parts if part.staged is not None], []
+        if self.shadow is not None and self.shadow.is_current:
+            versions = zip(self.parts, self.shadow.parts, strict=True)
+            return [(part.param, new.master if part.publishes_master else part.rounded) for part, new in versions], []
         if self.packing is None:
             return [(part.param, part.rounded) for part in self.parts if not part.cpu_writes_param], []
         distributed = [(part.param, part.of_unit(self.packing.on_accelerator)) for part in self.parts]

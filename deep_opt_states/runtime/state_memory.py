@@ -9,19 +9,20 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, UpdatedStates
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamTensors, ElementRange, StateDtypes, UpdatedStates
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
 from perf_model.schedule.host_layout import Widths, aligned, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import FP32_BYTES, STATES, Range, Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 
 
 def widths_of(
     param: torch.Tensor,
     grad_dtype: torch.dtype,
     device: Device[Any],
+    dtypes: StateDtypes = FP32_STATES,
     *,
     params_on_host: bool = False,
 ) -> Widths:
@@ -29,6 +30,8 @@ def widths_of(
     return Widths(
         param=param.element_size(),
         grad=grad_dtype.itemsize,
+        master=dtypes.master.itemsize,
+        moment=dtypes.moment.itemsize,
         publishes=not (params_on_host or device.shares_host_memory),
     )
 
@@ -37,8 +40,7 @@ def widths_of(
 class SubGroupTensors:
     """The tensors of one sub-group in the slab, of shape [numel] each.
 
-    The states are fp32, ``grad`` is in the accumulation dtype, and ``rounded``, if a CPU update needs it, in the
-    model's.
+    ``grad`` is in the accumulation dtype, and ``rounded``, if a CPU update needs it, in the model's.
     """
 
     master: torch.Tensor
@@ -69,22 +71,19 @@ class StateMemory:
         params: Sequence[torch.Tensor],
         grad_dtype: torch.dtype,
         device: Device[Any],
+        dtypes: StateDtypes = FP32_STATES,
         *,
         params_on_host: bool = False,
     ) -> None:
-        widths = widths_of(params[0], grad_dtype, device, params_on_host=params_on_host)
+        widths = widths_of(params[0], grad_dtype, device, dtypes, params_on_host=params_on_host)
+        self._dtypes, self._grad_dtype = dtypes, grad_dtype
         self._device = device
         self._params = list(params)
         self._publishes = widths.publishes
         self._params_on_host = params_on_host and not device.shares_host_memory
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
-        dtypes = {**dict.fromkeys(STATES, torch.float32), "grad": grad_dtype, "rounded": params[0].dtype}
-        tensors: list[dict[str, torch.Tensor]] = [{} for _ in params]
-        for tensor in slab_tensors(workload, widths):
-            tensors[tensor.sub_group][tensor.name] = self._slab.tensor(
-                tensor.offset_bytes, tensor.numel, dtypes[tensor.name]
-            )
-        self.sub_groups = [SubGroupTensors(**named) for named in tensors]
+        self._slab_tensors = list(slab_tensors(workload, widths))
+        self.sub_groups = self._lay_out()
         self.units: list[UnitState] = []
         self._packing: Packing | None = None
         self._shadows: dict[tuple[Range, ...], list[UpdatedStates]] = {}
@@ -105,6 +104,15 @@ class StateMemory:
             unit.shadow = Shadow(self._shadows[ranges])
         self._move_gradients(units)
         self.units = units
+
+    def narrow_moments(self) -> None:
+        """Keep moments in the dtype of the masters from now on, at the start of their memory. Their values are lost.
+
+        ``set_plan`` must follow. Nothing may be in flight.
+        """
+        self._dtypes = StateDtypes(self._dtypes.master, self._dtypes.master)
+        self._shadows = {}
+        self.sub_groups = self._lay_out()
 
     @property
     def parts(self) -> list[UnitPart]:
@@ -135,6 +143,15 @@ class StateMemory:
         self._packing = None
         self._slab.close()
 
+    def _lay_out(self) -> list[SubGroupTensors]:
+        by_name = {**self._dtypes.by_name, "grad": self._grad_dtype, "rounded": self._params[0].dtype}
+        tensors: list[dict[str, torch.Tensor]] = [{} for _ in self._params]
+        for tensor in self._slab_tensors:
+            tensors[tensor.sub_group][tensor.name] = self._slab.tensor(
+                tensor.offset_bytes, tensor.numel, by_name[tensor.name]
+            )
+        return [SubGroupTensors(**named) for named in tensors]
+
     def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
         packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
         parts = [self._part(*placed, packing) for placed in zip(unit.ranges, unit.offsets, strict=True)]
@@ -146,7 +163,7 @@ class StateMemory:
             part.grad = part.of_unit(grad)
             part.staged = None if staging is None else part.of_unit(staging.narrow(0, 0, unit.length))
         if placement is Placement.RESIDENT:
-            state.resident = Resident(Slot.reserve(self._device, unit.length))
+            state.resident = Resident(Slot.reserve(self._device, unit.length, self._dtypes))
         return state
 
     def _part(self, run: Range, offset: int, packing: Packing | None) -> UnitPart:
@@ -158,7 +175,7 @@ class StateMemory:
         elif not self._publishes:
             rounded = narrowed_param
         else:
-            # An fp32 model is published from the master weights.
+            # Without rounding, the masters are published themselves.
             rounded = master if tensors.rounded is None else elements.view(tensors.rounded)
         return UnitPart(
             sub_group=run.sub_group,
@@ -190,23 +207,31 @@ class StateMemory:
         return self._device.empty(numel, self._params[0].dtype)
 
     def _shadow(self, ranges: tuple[Range, ...], parts: Sequence[UnitPart]) -> list[UpdatedStates]:
-        """Return memory for the second version of an eager unit's states, and let its steps round to other memory.
+        """Return memory for the second version of an eager unit's states, and let its steps leave ``param`` alone.
 
-        No page is touched here: the threads that update the unit place them near their cores.
+        No page of states that only the CPU uses is touched here: the threads that update the unit place them.
         """
         for part in parts:
-            if part.rounded is part.param or part.rounded is part.master:
-                part.rounded = self._device.empty_host(part.elements.numel, part.param.dtype)
-        if ranges in self._shadows:
-            return self._shadows[ranges]
-        versions = []
-        for run in ranges:
-            stride_bytes = aligned(run.numel * FP32_BYTES)
-            # Pageable: only the CPU reads and writes it.
-            slab = HostSlab(len(STATES) * stride_bytes)
-            offsets_bytes = (index * stride_bytes for index in range(len(STATES)))
-            versions.append(UpdatedStates(*(slab.tensor(offset, run.numel, torch.float32) for offset in offsets_bytes)))
-        return versions
+            if part.rounded is part.param:
+                has_its_dtype = part.param.dtype == part.master.dtype
+                part.rounded = (
+                    part.master if has_its_dtype else self._device.empty_host(part.elements.numel, part.param.dtype)
+                )
+        return self._shadows.get(ranges) or [self._second_version(part) for part in parts]
+
+    def _second_version(self, part: UnitPart) -> UpdatedStates:
+        numel, dtypes = part.elements.numel, self._dtypes.by_name
+        # Pageable, unless it is published: then only the CPU reads and writes it.
+        pageable = {name: dtype for name, dtype in dtypes.items() if name != "master" or not part.publishes_master}
+        slab = HostSlab(sum(aligned(numel * dtype.itemsize) for dtype in pageable.values()))
+        states, offset_bytes = {}, 0
+        for name, dtype in dtypes.items():
+            if name not in pageable:
+                states[name] = self._device.empty_host(numel, dtype)
+                continue
+            states[name] = slab.tensor(offset_bytes, numel, dtype)
+            offset_bytes += aligned(numel * dtype.itemsize)
+        return UpdatedStates(**states)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
         """Copy the gradients to the buffers of ``units``, by way of the slab, and block the host until they are there.

@@ -85,6 +85,16 @@ class AssignedStates:
         """Return whether each state has a number of steps: a script may have cleared it, or assigned something else."""
         return all(_counts_steps(self[index].get("step")) for index in range(len(self.masters)))
 
+    @property
+    def moments_were_narrowed(self) -> bool:
+        """Return whether stock's load has put moments in the dtype of the masters, which have fewer bits than ours."""
+        return any(
+            _is_tensor(state.get(key)) and state[key].dtype == own.master.dtype != getattr(own, key).dtype
+            for index, own in enumerate(self._memory.sub_groups)
+            for state in [self[index]]
+            for key in MOMENTS
+        )
+
     def refusal(self) -> StateRefused | None:
         """Return the error if the next update cannot use the states that a script has assigned. Change nothing."""
         try:

@@ -15,6 +15,7 @@ from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.checkpoint_contents import MOMENTS
 from deep_opt_states.zero.internals.agreement import wait_for_all_ranks
 from deep_opt_states.zero.internals.compat import all_gather_partitions, flat_parameters, partition_rank
+from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
@@ -117,14 +118,14 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         self._wait_for_reduction()
         return {
-            sub_group_id: {index: self._gradients.writable_fp32(param) for index, param in enumerate(group)}
+            sub_group_id: {index: self._gradients.writable(param) for index, param in enumerate(group)}
             for sub_group_id, group in enumerate(self.fp16_groups)
         }
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         self._wait_for_reduction()
         # A caller that releases the swap buffers only reads; the others are about to write.
-        partition = self._gradients.read(param) if release_swap_buffers else self._gradients.writable_fp32(param)
+        partition = self._gradients.read(param) if release_swap_buffers else self._gradients.writable(param)
         return partition, self.grad_position[self.get_param_id(param)][0]
 
     def _wait_for_reduction(self) -> None:
@@ -177,6 +178,9 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
 
     def _adopt_loaded_states(self) -> None:
         """Copy the loaded moments into our memory; without any, as before stock's first step, start from zeros."""
+        if self._states.moments_were_narrowed:
+            self._running.executor.run_uninterrupted(self._running.narrow_moments)
+            log_rank_0("moments are in the dtype of the master weights from now on: DeepSpeed's load converts them")
         self._states.adopt()
         if self._update.failed:
             # The kernels disagree about the step count, and norms of the failed step are left: reset both.

@@ -47,7 +47,7 @@ from perf_model.schedule.plan import UpdatePlan
 
 
 class DeepOptimizerStates_Stage3(GuardedStates):
-    """Stock's optimizer, with the fp32 states where the plan places them and updates that the schedule runs.
+    """Stock's optimizer, with the states where the plan places them and updates that the schedule runs.
 
     The constructor is a collective over all ranks, and raises the errors of ``assemble``.
     """
@@ -136,7 +136,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     def _before_eviction(self) -> None:
         self._update.wait()
         self._wait_for_reduction()
-        self._forget_fp32_copies()
+        self._forget_copies()
 
     def _evict(self, reason: str) -> None:
         """Free the accelerator memory that the planner has given to states. Placements of the config stay."""
@@ -191,7 +191,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._update.wait_on_stream()
         if self._stepped:
             self._stepped = False
-            self._forget_fp32_copies()
+            self._forget_copies()
             # Units do not move while a window is open, which is so on all ranks: they reduce the same buckets.
             if not self._window_is_open:
                 self._running.executor.run_uninterrupted(self._adapt)
@@ -208,8 +208,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         if changed:
             self._progress.plan_changed(self.report, self._assembly)
 
-    def _forget_fp32_copies(self) -> None:
-        """Free the fp32 copies of gradients that the user had set and the update has read."""
+    def _forget_copies(self) -> None:
+        """Free the copies of gradients that the user had set and the update has read."""
         for index, part in enumerate(self._running.memory.parts):
             part.grad = self._gradients.buffer_of(index)
         self._running.executor.forget_replaced_tensors()

@@ -7,15 +7,15 @@ from dataclasses import replace
 from itertools import groupby
 
 from perf_model.cli.inputs import Inputs
-from perf_model.prediction.cost import Resource, traffic_by_action
+from perf_model.prediction.cost import CPU_ADAM, Resource, cpu_adam_params_per_s, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.cutting import partitions_in
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Unit
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PARAM_BYTES
 from perf_model.units import DIGITS, GB, billions, percent, seconds, size_of
 
 NOTICED_SHARE = 0.001
@@ -47,7 +47,7 @@ def explain(found: Forecast, inputs: Inputs) -> Iterator[str]:
         full = f"{busiest.value} in use for {share} of the update"
         gain = "GPU memory is unlimited" if limits.gpu is None else gpu_gain
         if placement is Placement.CPU:
-            core = _gain(found, replace(inputs, profile=_with_one_more_core(inputs.profile)))
+            core = _gain(found, replace(inputs, profile=_with_one_more_core(inputs.profile, found.job.setup.widths)))
             gain = f"one more core per rank {core}"
         elif placement is Placement.RESIDENT:
             full = f"{size_of(found.memory.gpu_bytes, limits.gpu)} of GPU memory in use"
@@ -65,10 +65,10 @@ def _gain(found: Forecast, more: Inputs) -> str:
     return f"would shorten the iteration by {seconds(gain_s, DIGITS)}"
 
 
-def _with_one_more_core(profile: HardwareProfile) -> HardwareProfile:
+def _with_one_more_core(profile: HardwareProfile, widths: Widths) -> HardwareProfile:
     """Return the profile with a CPU update that is faster by one core's share, at most as fast as host memory."""
-    name, cores = "cpu_adam_params_per_s", max(1, profile.provenance.cores)
-    rate, moved_bytes = profile.rate(name), traffic_by_action(PARAM_BYTES)[ActionKind.CPU_STEP].dram
+    name, cores = CPU_ADAM[widths.master, widths.moment], max(1, profile.provenance.cores)
+    rate, moved_bytes = cpu_adam_params_per_s(profile, widths), traffic_by_action(widths)[ActionKind.CPU_STEP].dram
     most = max(rate, profile.rate("dram_update_bytes_per_s") / moved_bytes)
     faster = Measurement(samples=(min(most, rate * (cores + 1) / cores),))
     return replace(profile, measurements={**profile.measurements, name: faster})

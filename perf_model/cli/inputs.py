@@ -93,6 +93,7 @@ def _job(
         attention=options.attention,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
         rules=rules,
+        states=options.states,
     )
 
 

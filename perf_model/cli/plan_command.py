@@ -147,7 +147,7 @@ def _assumed(found: Forecast, inputs: Inputs) -> str:
             rate = profile.get(name)
             network.append(f"{'an ideal network' if rate is None else gigabytes_per_second(rate)} {where}")
     assumed = [
-        "bf16",
+        "bf16" if job.states == "fp32" else f"bf16 with states {job.states}",
         "gradient checkpointing" if job.recompute else "all activations kept",
         f"{job.attention} attention",
         *network,

@@ -20,6 +20,14 @@ FORMAT = 3
 """The version of the JSON format, which changes if a key is removed or its meaning changes."""
 
 
+KEYS_OF_STATES = {
+    "fp32": (),
+    "bf16-masters": ("bf16_master_weights_and_grads",),
+    "bf16": ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+}
+"""The keys of DeepSpeed's block ``bf16`` that are true for each value of ``--states``."""
+
+
 def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     """Return the forecast as ``--json`` prints it: seconds and bytes."""
     plan, memory, windows = found.planned.plan, found.memory, found.windows
@@ -122,7 +130,7 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": job.micro_batch,
         **({"tensor_parallel": {"autotp_size": job.tensor_parallel}} if job.tensor_parallel > 1 else {}),
         **({"gradient_accumulation_steps": job.accumulation} if job.accumulation > 1 else {}),
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, **dict.fromkeys(KEYS_OF_STATES[job.states], True)},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},

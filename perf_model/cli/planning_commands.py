@@ -19,6 +19,7 @@ from perf_model.prediction.hardware import ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import SCORE_BYTES
@@ -61,6 +62,7 @@ def _add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) 
     about = "find the plan with the least exposed update time, and compare it with the alternatives"
     plan = _add_command(commands, "plan", about)
     _add_job(plan)
+    _add_states(plan)
     _add_limits(plan)
     plan.add_argument("--json", action="store_true", help="print JSON; host and pinned bytes are per node")
     plan.add_argument("--units", action="store_true", help="print the units with their placements")
@@ -74,13 +76,14 @@ def _add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) 
     sweep.add_argument("--micro-batches", type=_positive_integers, required=True, help="for example 1,2,4")
     _add_limits(sweep)
     _add_accumulation(sweep)
+    _add_states(sweep)
     sweep.set_defaults(tensor_parallel=1)
     sweep.add_argument("--csv", type=Path, help="the file to write the rows to")
 
     about = "compare tensor-parallel sizes, micro-batches and accumulation for a global batch on a cluster"
     cluster = _add_command(commands, "cluster", about)
     _add_cluster(cluster)
-    cluster.set_defaults(tensor_parallel=1, accumulation=1)
+    cluster.set_defaults(tensor_parallel=1, accumulation=1, states="fp32")
     _add_limits(cluster)
     cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
 
@@ -123,6 +126,11 @@ def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str,
 def _add_accumulation(parser: argparse.ArgumentParser) -> None:
     accumulation = "micro-batches per step, with one update; default: %(default)s"
     parser.add_argument("--accumulation", type=int, default=1, help=accumulation)
+
+
+def _add_states(parser: argparse.ArgumentParser) -> None:
+    states = "master weights and moments: fp32, bf16 masters, or both bf16 (keys of DeepSpeed's bf16); default: fp32"
+    parser.add_argument("--states", choices=tuple(WIDTHS_OF_STATES), default="fp32", help=states)
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from perf_model.cli.inputs import Inputs
 from perf_model.prediction.memory import DoesNotFit
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, significant
 
@@ -27,7 +28,7 @@ def remedy_for(error: DoesNotFit, inputs: Inputs) -> str:
     # The rest of a GPU's training does not take host memory, and page-locked memory is for the optimizer alone.
     of_training = "gpu_bytes" if inputs.profile.has_accelerator else "host_bytes"
     is_of_training = set(error.missing) == {of_training}
-    found = sorted(_fitting(inputs) if is_of_training else [], key=lambda each: -each[1])
+    found = sorted(_fitting(inputs, of_training=is_of_training), key=lambda each: -each[1])
     if job.world_size > job.ranks_on_node:
         # More machines cost more than any change of the job.
         more = ({"world_size": job.world_size * 2**power} for power in range(1, MOST_HALVINGS))
@@ -39,19 +40,30 @@ def remedy_for(error: DoesNotFit, inputs: Inputs) -> str:
             return alone
         return f"{tried if is_of_training else others}\n{alone}"
     lines = (f"  {_spelled(changes)}: {significant(tokens, DIGITS)} tokens/s" for changes, tokens in found)
-    return "\n".join(("It fits with:", *lines, alone))
+    rounded = " (bf16 states change the numerics of training)" if any("states" in each for each, _ in found) else ""
+    return "\n".join((f"It fits with{rounded}:", *lines, alone))
 
 
-def _fitting(inputs: Inputs) -> Iterator[tuple[Changes, float]]:
-    """Yield each change that fits, alone or with a second one, in its mildest form, with the tokens per second."""
+def _fitting(inputs: Inputs, *, of_training: bool) -> Iterator[tuple[Changes, float]]:
+    """Yield each change that fits, alone or with a second one, in its mildest form, with the tokens per second.
+
+    Unless memory ``of_training`` is missing, only smaller states help.
+    """
     job = inputs.job
     halvings = range(1, MOST_HALVINGS)
+    widths = WIDTHS_OF_STATES[job.states]
+    smaller: list[Changes] = [
+        {"states": name} for name, each in WIDTHS_OF_STATES.items() if each.states < widths.states
+    ]
     levels: list[list[Changes]] = [
+        smaller,
         [{"sequence": short} for power in halvings if (short := job.sequence >> power) >= LEAST_SEQUENCE],
         [{"micro_batch": small} for power in halvings if (small := job.micro_batch >> power) >= 1],
         [] if job.offload_param or not inputs.profile.has_accelerator else [{"offload_param": True}],
         [] if job.recompute else [{"recompute": True}],
     ]
+    if not of_training:
+        levels = [smaller]
     for number, of_one_kind in enumerate(levels):
         for level, changes in enumerate(of_one_kind):
             if tokens := _tokens_per_s(inputs, changes):

@@ -14,19 +14,21 @@ from functools import cached_property
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
+from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import FP32_BYTES
-
-PROBED_PARAM_BYTES = 2
 
 COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
 """The number of copies of an action. Each copy starts with the latency of a copy."""
 
 UPDATES_ON_CPU = (ActionKind.CPU_STEP, ActionKind.SPECULATE)
 
-GPU_STEP_BYTES = 28
-"""Bytes per parameter: p, m and v are read and written (24), and the 16-bit gradient and parameter take 2 each."""
+CPU_ADAM = {
+    (4, 4): "cpu_adam_params_per_s",
+    (2, 4): "cpu_adam_bf16_masters_params_per_s",
+    (2, 2): "cpu_adam_bf16_states_params_per_s",
+}
+"""The quantity of a profile by the bytes of master weights and of moments."""
 
 _FULL = 1e-12
 
@@ -55,18 +57,23 @@ class BytesPerParam:
     dram: float = 0.0
 
 
-def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
+def gpu_step_bytes(widths: Widths = SIXTEEN_BIT) -> int:
+    """Return the bytes per parameter of Adam on the GPU: states are read and written, gradient and parameter once."""
+    return 2 * widths.states + widths.grad + widths.param
+
+
+def traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that our runtime moves in each kind of action.
 
-    CPU_STEP is one pass. It reads and writes p, m and v (24), reads the gradient, and writes 16-bit parameters. With
-    ``params_on_host``, it also writes fp32 ones, and GPU_STEP copies the parameters down. SPECULATE is the same pass to
-    the other version of the states, and COMMIT moves nothing. With ``params_on_host``, COMMIT also stands for the copy
-    of an eager unit's parameters to the model, since PUBLISH has no cost there.
+    CPU_STEP is one pass. It reads and writes p, m and v, reads the gradient, and writes rounded parameters. If nothing
+    is published, it writes the model's parameters in any case, and GPU_STEP copies them down. SPECULATE is the same
+    pass to the other version of the states, and COMMIT moves nothing. If nothing is published, COMMIT also stands for
+    the copy of an eager unit's parameters to the model, since PUBLISH has no cost there.
     """
-    staged = STAGED_BYTES_PER_PARAM
-    writes_param = params_on_host or param_bytes < FP32_BYTES
-    published, copied_down = (0, param_bytes) if params_on_host else (param_bytes, 0)
-    cpu_step = BytesPerParam(dram=24 + param_bytes + (param_bytes if writes_param else 0))
+    staged = widths.states
+    published, copied_down = (widths.param, 0) if widths.publishes else (0, widths.param)
+    written = widths.param if widths.rounds or not widths.publishes else 0
+    cpu_step = BytesPerParam(dram=2 * staged + widths.grad + written)
     return {
         ActionKind.PREFETCH: BytesPerParam(h2d=staged, dram=staged),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
@@ -78,18 +85,19 @@ def traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict
     }
 
 
-def stock_traffic_by_action(param_bytes: int, *, params_on_host: bool = False) -> dict[ActionKind, BytesPerParam]:
+def stock_traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that stock DeepSpeed moves in each kind of action.
 
-    Its CPU update takes three passes: the gradient is scaled in place (8), Adam reads and writes (28), and the
-    parameter is rounded (4 read, 2 written). It publishes from pageable memory, which the driver first copies to pinned
-    memory. With ``params_on_host``, the rounded parameters stay in host memory.
+    Its CPU update takes three passes: the gradient, in the dtype of the masters, is scaled in place (8 if they are
+    fp32), Adam reads and writes (28), and the parameter is rounded (4 read, 2 written). It publishes from pageable
+    memory, which the driver first copies to pinned memory. With ``offload_param``, the rounded parameters stay in host
+    memory.
     """
-    published = 0 if params_on_host else param_bytes
-    rounding = 4 + param_bytes if param_bytes < FP32_BYTES else 0
+    published = widths.param if widths.publishes else 0
+    rounding = widths.master + widths.param if widths.rounds or not widths.publishes else 0
     return {
-        **traffic_by_action(param_bytes, params_on_host=params_on_host),
-        ActionKind.CPU_STEP: BytesPerParam(dram=8 + 28 + rounding),
+        **traffic_by_action(widths),
+        ActionKind.CPU_STEP: BytesPerParam(dram=3 * widths.master + 2 * widths.states + rounding),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, pageable=published, dram=3 * published),
     }
 
@@ -193,25 +201,29 @@ class CostModel:
         )
 
     @classmethod
-    def for_stock(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
-        """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` if a rate is missing."""
-        traffic = stock_traffic_by_action(param_bytes, params_on_host=params_on_host)
-        return cls._from_traffic(profile, traffic, profile.rate("stock_cpu_adam_params_per_s"))
+    def for_stock(cls, profile: HardwareProfile, widths: Widths = SIXTEEN_BIT) -> CostModel:
+        """Return the cost model of stock DeepSpeed's update. Raise ``ProfileError`` if a rate is missing.
+
+        Its rate was measured with fp32 states. With others, it is that rate times the bytes that it moves less.
+        """
+        traffic = stock_traffic_by_action(widths)
+        fp32_bytes = stock_traffic_by_action()[ActionKind.CPU_STEP].dram
+        less = fp32_bytes / traffic[ActionKind.CPU_STEP].dram if widths.master < FP32_BYTES else 1.0
+        return cls._from_traffic(profile, traffic, less * profile.rate("stock_cpu_adam_params_per_s"), widths)
 
     @classmethod
-    def from_profile(cls, profile: HardwareProfile, param_bytes: int = 2, *, params_on_host: bool = False) -> CostModel:
+    def from_profile(cls, profile: HardwareProfile, widths: Widths = SIXTEEN_BIT) -> CostModel:
         """Return the cost model of our update.
 
         Raise ``ProfileError`` if a rate is missing. If the profile contains no rate of an accelerator, the CPU is the
-        accelerator.
+        accelerator, and nothing is published.
         """
-        on_host = params_on_host or not profile.has_accelerator
-        traffic = traffic_by_action(param_bytes, params_on_host=on_host)
-        return cls._from_traffic(profile, traffic, profile.rate("cpu_adam_params_per_s"))
+        widths = replace(widths, publishes=widths.publishes and profile.has_accelerator)
+        return cls._from_traffic(profile, traffic_by_action(widths), cpu_adam_params_per_s(profile, widths), widths)
 
     @classmethod
     def _from_traffic(
-        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float
+        cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float, widths: Widths
     ) -> CostModel:
         latency_s = profile.get("copy_latency_s") or 0.0
         if not profile.has_accelerator:
@@ -224,10 +236,13 @@ class CostModel:
                 seconds[ActionKind.PUBLISH] = 0.0
             per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
             return cls(capacities={Resource.CPU: 1.0}, per_param=per_param, copy_latency_s=latency_s)
-        h2d = profile.rate("h2d_bytes_per_s")
+        h2d, gpu = profile.rate("h2d_bytes_per_s"), profile.get("gpu_adam_params_per_s")
+        if gpu is not None and widths.master < FP32_BYTES:
+            # Adam on a GPU is limited by its memory.
+            gpu *= gpu_step_bytes() / gpu_step_bytes(widths)
         return cls.from_rates(
             cpu_adam_params_per_s=cpu,
-            gpu_adam_params_per_s=profile.get("gpu_adam_params_per_s"),
+            gpu_adam_params_per_s=gpu,
             capacities={
                 Resource.H2D: h2d,
                 Resource.D2H: profile.rate("d2h_bytes_per_s"),
@@ -259,6 +274,17 @@ class CostModel:
         return replace(self, per_param={kind: self.per_param[kind] for kind in (*CHAINS[Placement.CPU], *EAGER_CHAIN)})
 
 
+def cpu_adam_params_per_s(profile: HardwareProfile, widths: Widths) -> float:
+    """Return the rate of a CPU_STEP. Raise ``ProfileError`` if it is missing.
+
+    If the profile lacks the rate for bf16 states, host memory is assumed to limit it.
+    """
+    measured, fp32 = profile.get(CPU_ADAM[widths.master, widths.moment]), profile.rate("cpu_adam_params_per_s")
+    if measured is not None:
+        return measured
+    return fp32 * gpu_step_bytes() / gpu_step_bytes(replace(SIXTEEN_BIT, master=widths.master, moment=widths.moment))
+
+
 def _dram_capacity(profile: HardwareProfile) -> float:
     """Return the bytes per second that host memory reached during a CPU update and transfers both ways.
 
@@ -267,7 +293,7 @@ def _dram_capacity(profile: HardwareProfile) -> float:
     cpu = profile.rate("cpu_adam_params_per_s")
     # If the rate of both directions is waived, its upper bound is known, but only one direction is a lower bound.
     both = profile.get("both_bytes_per_s") or max(map(profile.rate, ("h2d_bytes_per_s", "d2h_bytes_per_s")))
-    step_bytes = traffic_by_action(PROBED_PARAM_BYTES)[ActionKind.CPU_STEP].dram
+    step_bytes = traffic_by_action()[ActionKind.CPU_STEP].dram
     alone = max(profile.rate("dram_update_bytes_per_s"), step_bytes * cpu, both)
     concurrent_cpu = profile.get("cpu_adam_beside_transfers_params_per_s")
     concurrent_both = profile.get("both_beside_cpu_adam_bytes_per_s")

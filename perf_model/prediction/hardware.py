@@ -42,6 +42,8 @@ QUANTITIES: dict[str, Quantity] = {
     "pageable_h2d_bytes_per_s": Quantity("host to accelerator, pageable", 1e8, 2e12),
     "copy_latency_s": Quantity("latency of one small copy", 1e-7, 5e-3),
     "cpu_adam_params_per_s": Quantity("the whole update on the CPU, alone", 1e7, 1e11),
+    "cpu_adam_bf16_masters_params_per_s": Quantity("the same with bf16 master weights and fp32 moments", 1e7, 1e11),
+    "cpu_adam_bf16_states_params_per_s": Quantity("the same with bf16 master weights and moments", 1e7, 1e11),
     "cpu_adam_beside_transfers_params_per_s": Quantity(
         "the whole update on the CPU, while transfers run both ways", 1e7, 1e11
     ),

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
-from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
-from perf_model.schedule.workload import FP32_BYTES, STATES
 from perf_model.units import DIGITS, GB, size
 
 MIB = 2**20
@@ -43,9 +41,6 @@ class Reservation:
     kind: MemoryKind
     each_bytes: int
     count: int = 1
-
-
-SIXTEEN_BIT = Widths(param=2, grad=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +83,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     keeps_sums = setup.accumulates and setup.keeps_sums(updates_on_accelerator=bool(updated))
     states = Counter({max(streamed, default=0): min(plan.num_slots, streamed.total())}) + residents
     tensors = [
-        *((numel * FP32_BYTES, len(STATES) * count) for numel, count in states.items()),
+        *((numel * width, count) for numel, count in states.items() for width in setup.widths.of_states.values()),
         *((numel * setup.widths.grad, count) for numel, count in (updated + on_cpu if keeps_sums else updated).items()),
     ]
     if updated and setup.params_on_host:
@@ -105,9 +100,9 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
 def shadow_bytes(widths: Widths) -> int:
     """Return the host memory per parameter of an eager unit: the second version of its states.
 
-    If the slab has no rounded parameters, an eager unit needs its own.
+    If neither masters nor rounded parameters of the slab can be published, an eager unit needs its own parameters.
     """
-    return STAGED_BYTES_PER_PARAM + (0 if "rounded" in widths.on_host else widths.param)
+    return widths.states + (widths.param if widths.rounds and not widths.publishes else 0)
 
 
 def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: int) -> int:
@@ -140,18 +135,19 @@ def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]
     return buffers
 
 
-def reserved_by_stock(plan: UpdatePlan, param_bytes: int) -> list[Reservation]:
+def reserved_by_stock(plan: UpdatePlan, widths: Widths = SIXTEEN_BIT) -> list[Reservation]:
     """Return the memory that DeepSpeed's own optimizer reserves for ``plan``, which streams nothing.
 
-    Resident units are those that Twin-Flow keeps on the accelerator. DeepSpeed reserves fp32 states and gradients
-    (``stage3.py``, ``fp32_partitioned_groups_flat``) and the accumulated gradients (``grad_partitions_flat_buffer``).
-    Host memory is pageable, unless ``offload_optimizer.pin_memory`` is set.
+    Resident units are those that Twin-Flow keeps on the accelerator. DeepSpeed reserves states and gradients in the
+    dtype of the masters (``stage3.py``, ``fp32_partitioned_groups_flat``) and the accumulated gradients
+    (``grad_partitions_flat_buffer``). Host memory is pageable, unless ``offload_optimizer.pin_memory`` is set.
     """
-    reservations = [Reservation(kind=MemoryKind.HOST, each_bytes=plan.workload.numel * param_bytes)]
+    reservations = [Reservation(kind=MemoryKind.HOST, each_bytes=plan.workload.numel * widths.param)]
     for placement, numels in plan.lengths.items():
         kind = MemoryKind.ACCELERATOR if placement is Placement.RESIDENT else MemoryKind.HOST
         for numel, count in numels.items():
-            reservations.append(Reservation(kind=kind, each_bytes=numel * FP32_BYTES, count=4 * count))
+            for width in (*widths.of_states.values(), widths.master):
+                reservations.append(Reservation(kind=kind, each_bytes=numel * width, count=count))
     return reservations
 
 
@@ -273,10 +269,10 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
         line = f"{placement.value}: {_counted(count, 'unit')}, {numel:,} parameters, "
         line += f"{size(sum(widths.on_host.values()) * numel)} of host memory"
         if placement is Placement.STREAMED:
-            slot = size(STAGED_BYTES_PER_PARAM * schedule.slot_numel)
+            slot = size(widths.states * schedule.slot_numel)
             line += f", on the accelerator {_counted(schedule.num_slots, 'slot')} of {slot}"
         elif placement is Placement.RESIDENT:
-            line += f", on the accelerator {size(STAGED_BYTES_PER_PARAM * numel)} of states"
+            line += f", on the accelerator {size(widths.states * numel)} of states"
         elif plan.eager:
             line += f"; {plan.eager_numel:,} of them eager, with {size(shadow_bytes(widths) * plan.eager_numel)} more"
         lines.append(line if placement is Placement.CPU else f"{line} and {size(widths.grad * numel)} of gradients")

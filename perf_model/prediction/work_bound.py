@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM
 from perf_model.schedule.workload import Workload
 
 
@@ -27,7 +26,7 @@ def work_bound(
     A streamed parameter uses at least as much of each resource as a resident one, so as many are resident as fit next
     to the gradients. The time is convex in the share that the accelerator updates.
     """
-    numel, each_bytes = workload.numel, STAGED_BYTES_PER_PARAM
+    numel, each_bytes = workload.numel, setup.widths.states
     busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
     free_bytes, gradients_bytes = float("inf") if gpu_bytes is None else gpu_bytes, setup.widths.grad * numel
     if setup.accumulates and setup.keeps_sums(updates_on_accelerator=True):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf_model.prediction.cost import GPU_STEP_BYTES, stock_traffic_by_action, traffic_by_action
+from perf_model.prediction.cost import CPU_ADAM, gpu_step_bytes, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
-from perf_model.training_run.micro_batch import PARAM_BYTES, TRAINING_SHARE
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
+from perf_model.training_run.micro_batch import TRAINING_SHARE
 
 TABLE = Path(__file__).with_name("machines.csv")
 """One line per node, with the fields of ``MachinePreset``.
@@ -83,21 +84,21 @@ class MachinePreset:
         """Return the profile of one rank while ``ranks`` ranks, one per GPU, run on the node."""
         link_bytes_per_s = REACHED_SHARE * self.link_bytes_per_s
         host_bytes_per_s = self.host_bytes_per_s / ranks
-        cpu_adam, stock_cpu_adam = (
-            min(host_bytes_per_s / moved[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)
-            for moved in (traffic_by_action(PARAM_BYTES), stock_traffic_by_action(PARAM_BYTES))
-        )
+        traffic = {CPU_ADAM[each.master, each.moment]: traffic_by_action(each) for each in WIDTHS_OF_STATES.values()}
+        traffic["stock_cpu_adam_params_per_s"] = stock_traffic_by_action()
         rates = {
             "h2d_bytes_per_s": link_bytes_per_s,
             "d2h_bytes_per_s": link_bytes_per_s,
             "both_bytes_per_s": self.joint * link_bytes_per_s,
             "pageable_h2d_bytes_per_s": min(self.pageable_bytes_per_s, link_bytes_per_s),
             "copy_latency_s": 1e-5,
-            "cpu_adam_params_per_s": cpu_adam,
-            "stock_cpu_adam_params_per_s": stock_cpu_adam,
+            **{
+                name: min(host_bytes_per_s / moved[ActionKind.CPU_STEP].dram, CORE_PARAMS_PER_S * self.cores / ranks)
+                for name, moved in traffic.items()
+            },
             "dram_update_bytes_per_s": host_bytes_per_s,
             "dram_copy_bytes_per_s": host_bytes_per_s,
-            "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / GPU_STEP_BYTES,
+            "gpu_adam_params_per_s": REACHED_SHARE * self.gpu_memory_bytes_per_s / gpu_step_bytes(),
             # Training reaches ``matmul_flops`` with this rate of single products.
             "matmul_flops_per_s": self.matmul_flops / TRAINING_SHARE,
             "all_gather_bytes_per_s": self.peer_bytes_per_s,

@@ -26,7 +26,7 @@ class ActionKind(Enum):
     lane: Lane
 
     PREFETCH = "PREFETCH", Lane.H2D
-    """Copy of fp32 p, m and v to a staging slot. The gradient is already on the accelerator."""
+    """Copy of p, m and v to a staging slot. The gradient is already on the accelerator."""
     GPU_STEP = "GPU_STEP", Lane.COMPUTE
     """Unscaling, clipping and Adam in a slot or on a resident unit. It writes the 16-bit parameters."""
     FLUSH_STATES = "FLUSH_STATES", Lane.D2H

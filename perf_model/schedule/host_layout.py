@@ -8,7 +8,7 @@ PyTorch's allocator of pinned memory would round each tensor up to a power of tw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
 
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Bytes per element of parameters and gradients.
+    """Bytes per element of parameters, gradients, master weights and each moment.
 
     ``publishes`` is false if the CPU writes the parameters of the model itself: if the accelerator shares host memory,
     or if DeepSpeed offloads parameters.
@@ -26,19 +26,47 @@ class Widths:
 
     param: int
     grad: int
+    master: int = FP32_BYTES
+    moment: int = FP32_BYTES
     publishes: bool = True
 
     @property
+    def of_states(self) -> dict[str, int]:
+        """Return the bytes per element of each of ``STATES``."""
+        return dict(zip(STATES, (self.master, self.moment, self.moment), strict=True))
+
+    @property
+    def states(self) -> int:
+        """Return the bytes per parameter of all ``STATES``: 12 if they are fp32."""
+        return sum(self.of_states.values())
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether parameters are rounded master weights. Otherwise, both are the same, as with bf16 masters."""
+        return self.param < self.master
+
+    @property
     def on_host(self) -> dict[str, int]:
-        """Return the tensors of a sub-group, with bytes per element. Fp32 parameters need no ``rounded``."""
-        widths = {**dict.fromkeys(STATES, FP32_BYTES), "grad": self.grad}
-        if self.publishes and self.param < FP32_BYTES:
+        """Return the tensors of a sub-group, with bytes per element. Masters may be published without ``rounded``."""
+        widths = {**self.of_states, "grad": self.grad}
+        if self.publishes and self.rounds:
             widths["rounded"] = self.param
         return widths
 
     def slab_bytes(self, workload: Workload) -> int:
         """Return the size of one rank's slab."""
         return sum(aligned(numel * width) for numel in workload.sub_group_numels for width in self.on_host.values())
+
+
+SIXTEEN_BIT = Widths(param=2, grad=2)
+
+WIDTHS_OF_STATES = {
+    "fp32": SIXTEEN_BIT,
+    "bf16-masters": replace(SIXTEEN_BIT, master=2),
+    "bf16": replace(SIXTEEN_BIT, master=2, moment=2),
+}
+"""The bytes of each setting of DeepSpeed for the states of a 16-bit model: with ``bf16_master_weights_and_grads`` the
+masters are bf16, and with ``bf16_optimizer_states`` the moments, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from perf_model.schedule.action import Action, ActionKind, Lane
-from perf_model.schedule.workload import FP32_BYTES, STATES
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """The kinds of action that write 16-bit parameters. Each unit has exactly one such action."""
-
-STAGED_BYTES_PER_PARAM = len(STATES) * FP32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +24,8 @@ class Schedule:
         """Return by unit the position of the action that writes its parameters."""
         return {action.unit: position for position, action in enumerate(self.actions) if action.kind in PUBLISHING}
 
-    @property
-    def staging_bytes(self) -> int:
-        """Return the accelerator memory of the slots, in bytes."""
-        return self.num_slots * self.slot_numel * STAGED_BYTES_PER_PARAM
-
     def __str__(self) -> str:
-        header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel} staging_bytes {self.staging_bytes}"
+        header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel}"
         return "\n".join([header, *map(str, self.actions)])
 
 

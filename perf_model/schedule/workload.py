@@ -9,7 +9,7 @@ from functools import cached_property
 from perf_model.schedule.placement import Placement
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
-"""The fp32 tensors of Adam: the parameter itself (p) and its two moments (m and v)."""
+"""The tensors of Adam: the master weights (p) and the two moments (m and v), fp32 by default."""
 
 FP32_BYTES = 4
 

@@ -33,9 +33,6 @@ from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, Gradi
 from perf_model.training_run.training_memory import TrainingMemory, reserved_host_bytes
 from perf_model.units import DIGITS, size, size_of
 
-NO_OFFLOAD_BYTES_PER_PARAM = 14
-"""Bytes per parameter of a rank's partition: fp32 p, m and v and the 16-bit gradient."""
-
 LIMITS_TO_LIFT = {
     "gpu_bytes": "GPU memory: raise --gpu-memory-gb, or lower --gpu-memory-margin-gb.",
     "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb.",
@@ -128,6 +125,7 @@ class Forecast:
         Raise ``DoesNotFit``, with the remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
         """
         self.job, self._profile, self._limits = job, profile, limits
+        self._copied = replace(job.setup.widths, publishes=not job.offload_param)
         self._has_gpu = profile.has_accelerator
         self._rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
         self._of_plugin = replace(self._rates, overheads=overheads.of_plugin)
@@ -136,10 +134,10 @@ class Forecast:
         gpu = None if limits.gpu is None else limits.gpu - limits.gpu_margin
         host = None
         if limits.host is not None:
-            host = (limits.host - self.reserved_host_bytes) // job.ranks_on_node - job.frozen_host_bytes
+            host = (limits.host - self.reserved_host_bytes) // job.ranks_on_node - job.offloaded_host_bytes
         self._training_limit = gpu if self._has_gpu else host
         left = None if self._training_limit is None else self._training_limit - self._bytes_of(self._training)
-        self.cost = CostModel.from_profile(profile, PARAM_BYTES, params_on_host=job.offload_param)
+        self.cost = CostModel.from_profile(profile, self._copied)
         setup, self.windows = job.setup, Windows()
         if self._has_gpu:
             self.windows = Windows(
@@ -258,20 +256,20 @@ class Forecast:
         return self._iteration(self._of_plugin, update.update_s, update.added, path)
 
     def _deepspeed(self, residents: int) -> Outcome:
-        plan, offload_param = self._plan_of_deepspeed(residents), self.job.offload_param
-        reserved = MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES))
-        if offload_param:
+        plan, widths = self._plan_of_deepspeed(residents), self._copied
+        reserved = MemoryUse.from_reservations(reserved_by_stock(plan, widths))
+        if self.job.offload_param and widths.rounds:
             # The trained parameters. The budget is what the frozen ones leave.
             reserved = replace(reserved, host_bytes=reserved.host_bytes + plan.workload.numel * PARAM_BYTES)
         if missing := self.budgets.missing(reserved):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
-        cost = CostModel.for_stock(self._profile, PARAM_BYTES, params_on_host=offload_param)
+        cost = CostModel.for_stock(self._profile, widths)
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
         if (step_params_per_s := self._profile.get("stock_step_params_per_s")) is not None:
             # The rate includes what the simulation lacks: norm, unscaling and the search for inf.
             update_s = max(update_s, plan.numel(Placement.CPU) / step_params_per_s)
         rates = replace(self._rates, overheads=self._rates.overheads.of_stock)
-        return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan))
+        return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan, widths))
 
     def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
         """Return the plan with the first sub-groups on the GPU (``stage3.py``, ``subgroup_to_device``)."""
@@ -282,7 +280,7 @@ class Forecast:
 
     def _residents_of_twin_flow(self) -> int:
         def is_too_many(residents: int) -> bool:
-            reserved = reserved_by_stock(self._plan_of_deepspeed(residents), PARAM_BYTES)
+            reserved = reserved_by_stock(self._plan_of_deepspeed(residents), self._copied)
             return MemoryUse.from_reservations(reserved).gpu_bytes > self.planned.memory.gpu_bytes
 
         count = len(self.planned.plan.workload.sub_group_numels)
@@ -292,7 +290,9 @@ class Forecast:
         if self._training_limit is not None and self.no_offload_bytes > self._training_limit:
             taken = size_of(self.no_offload_bytes, self._training_limit)
             return Infeasible(reason=f"does not fit: {taken} that --gpu-memory-gb and its margin leave")
-        cost = CostModel.from_profile(self._profile, PARAM_BYTES)
+        if self._copied.master < self._copied.moment:
+            return Infeasible(reason="DeepSpeed offloads bf16 master weights whose moments are fp32")
+        cost = CostModel.from_profile(self._profile, self.job.setup.widths)
         update_s = cost.load(ActionKind.GPU_STEP, self.planned.plan.workload.numel).total_s
         job = replace(self.job, offload_param=False)
         return self._iteration(self._rates, update_s, AddedTime(update_s, 0.0), GradientPath(), job)
@@ -301,7 +301,8 @@ class Forecast:
     def no_offload_bytes(self) -> int:
         """Return the memory per rank without offloading, on the device that trains."""
         training = TrainingMemory(replace(self.job, offload_param=False))
-        return self._bytes_of(training) + NO_OFFLOAD_BYTES_PER_PARAM * self.planned.plan.workload.numel
+        each_bytes = self._copied.states + self._copied.grad
+        return self._bytes_of(training) + each_bytes * self.planned.plan.workload.numel
 
     @property
     def memory(self) -> MemoryUse:
@@ -316,7 +317,7 @@ class Forecast:
             taken_bytes = optimizer.gpu_bytes + training_bytes
             held_bytes = taken_bytes + self._training.cache_bytes
             gpu_bytes = max(taken_bytes, min(held_bytes, self._limits.gpu or held_bytes))
-            host_bytes = optimizer.host_bytes + self.job.frozen_host_bytes
+            host_bytes = optimizer.host_bytes + self.job.offloaded_host_bytes
         host_bytes = self.reserved_host_bytes + ranks * host_bytes
         return MemoryUse(
             gpu_bytes=gpu_bytes,

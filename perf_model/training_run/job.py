@@ -8,6 +8,7 @@ from functools import cached_property
 
 from perf_model.prediction.memory import TrainingSetup
 from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.training_run.micro_batch import PARAM_BYTES, MicroBatch
@@ -29,6 +30,7 @@ class Job:
     sequences (AutoTP). ``attention`` is a key of ``SCORE_BYTES``. ``recompute``: activations are recomputed in
     backward. ``offload_param``: the 16-bit parameters are in host memory and are uploaded for each gather.
     ``trainable_share`` of each layer is trained, and only these parameters have gradients, states and an update.
+    ``states`` is a key of ``WIDTHS_OF_STATES``.
     """
 
     shape: ModelShape
@@ -44,6 +46,7 @@ class Job:
     attention: str = "flash"
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     rules: PlacementRules = NO_RULES
+    states: str = "fp32"
 
     def __post_init__(self) -> None:
         sizes = ("ranks_per_node", "world_size", "micro_batch", "sequence", "accumulation", "tensor_parallel")
@@ -112,16 +115,17 @@ class Job:
         pinned memory.
         """
         return TrainingSetup(
+            widths=WIDTHS_OF_STATES[self.states],
             longest_partition_numel=max(partition.numel for partition in self.partitions),
             accumulates=self.accumulation > 1,
             params_on_host=self.offload_param,
         )
 
     @property
-    def frozen_host_bytes(self) -> int:
-        """Return the bytes of one rank's frozen 16-bit parameters in host memory, if parameters are offloaded."""
-        trained_numel = sum(partition.numel for partition in self.partitions)
-        return PARAM_BYTES * (self.padded_numel - trained_numel) if self.offload_param else 0
+    def offloaded_host_bytes(self) -> int:
+        """Return the bytes of one rank's offloaded parameters in host memory that ``setup`` does not contain."""
+        in_setup = sum(partition.numel for partition in self.partitions) if self.setup.widths.rounds else 0
+        return PARAM_BYTES * (self.padded_numel - in_setup) if self.offload_param else 0
 
     @property
     def data_parallel(self) -> int:

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import DEFAULT_SETUP, SIXTEEN_BIT, TrainingSetup
+from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
 from perf_model.prediction.network import Network
+from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import FP32_BYTES
 
 PARAM_BYTES = SIXTEEN_BIT.param
 
@@ -220,14 +220,15 @@ class GradientPath:
         return cls(down_bytes=down_bytes, accumulated_down_bytes=each_bytes, accumulated_up_bytes=each_bytes)
 
     @classmethod
-    def for_stock(cls, plan: UpdatePlan) -> GradientPath:
+    def for_stock(cls, plan: UpdatePlan, widths: Widths = SIXTEEN_BIT) -> GradientPath:
         """Return the bytes of stock DeepSpeed and Twin-Flow.
 
         Each gradient is copied down to the buffer that accumulates it, and up again (``stage3.py``,
         ``partition_grads``). A later micro-batch copies the sum up and down again. In the last backward, gradients of
-        states on the host are copied down once more in fp32 (``_offload_grad_partition_at_boundary``).
+        states on the host are copied down once more in the dtype of the masters
+        (``_offload_grad_partition_at_boundary``).
         """
         once_bytes = PARAM_BYTES * plan.workload.numel
-        fp32_bytes = FP32_BYTES * (plan.workload.numel - plan.numel(Placement.RESIDENT))
+        in_masters_dtype = widths.master * (plan.workload.numel - plan.numel(Placement.RESIDENT))
         each = {"up_bytes": once_bytes, "accumulated_down_bytes": once_bytes, "accumulated_up_bytes": once_bytes}
-        return cls(down_bytes=once_bytes + fp32_bytes, **each)
+        return cls(down_bytes=once_bytes + in_masters_dtype, **each)

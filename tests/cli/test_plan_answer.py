@@ -134,6 +134,32 @@ def test_changes_with_which_a_job_fits_are_named_alone_and_in_pairs_by_their_cos
         assert main(["plan", *arguments, *change.split()]) == 0, change
 
 
+def test_smaller_states_are_named_where_host_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = job("h100-pcie5", "7B", **ONE_RANK | {"unit_size": 10**9}, host_memory_gb=75)
+    assert main(["plan", *arguments]) == 1
+    rule, title, change, _ = capsys.readouterr().err.splitlines()
+    assert "host memory" in rule
+    assert title == "It fits with (bf16 states change the numerics of training):"
+    assert change.startswith("  --states bf16: ")
+    found = planned([*arguments, "--states", "bf16"])
+    keys = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert found["deepspeed_config"]["bf16"] == keys
+    numel = sum(unit["numel"] for unit in found["units"])
+    assert found["memory"]["pinned_bytes"] == pytest.approx((3 * 2 + 2) * numel, rel=1e-3)
+    assert "bf16 with states bf16" in whole_screen(capsys, [*arguments, "--states", "bf16"])
+
+
+@pytest.mark.parametrize(("states", "no_offload"), [("bf16-masters", False), ("bf16", True)])
+def test_bf16_states_shorten_updates_of_stock_and_of_the_plan(states: str, no_offload: bool) -> None:
+    arguments = job("h200-pcie5", "7B", **ONE_RANK)
+    fp32, found = planned(arguments), planned([*arguments, "--states", states])
+    assert found["predicted"]["update_s"] < fp32["predicted"]["update_s"]
+    assert found["baselines"]["stock"]["update_s"] < fp32["baselines"]["stock"]["update_s"]
+    # DeepSpeed keeps bf16 masters with fp32 moments in host memory only.
+    assert (found["baselines"]["no_offload"]["iteration_s"] is not None) == no_offload
+    assert found["memory"]["no_offload_bytes"] < fp32["memory"]["no_offload_bytes"]
+
+
 def test_more_machines_are_named_last_and_only_if_there_is_a_second_one(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"model": "20B", "gpu_memory_gb": 16, "unit_size": 10**9}
     for nodes in (1, 2):

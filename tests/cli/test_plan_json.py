@@ -17,13 +17,14 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator
 from perf_model.prediction.slowdown import Slowdown
+from perf_model.schedule.host_layout import SIXTEEN_BIT
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.workload import Range, Unit, Workload
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PARAM_BYTES, Overheads
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape, SharedLayers
 from tests.cli.test_planning_commands import LLAMA, job, planned
 from tests.model.profiles import RATES, profile
@@ -123,7 +124,7 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
     assert plan.fingerprint == printed["plan"]["fingerprint"]
     inputs = printed["inputs"]
     machine = HardwareProfile.from_json(json.dumps(inputs["machine"]))
-    cost = CostModel.from_profile(machine, PARAM_BYTES, params_on_host=inputs["job"]["offload_param"])
+    cost = CostModel.from_profile(machine, replace(SIXTEEN_BIT, publishes=not inputs["job"]["offload_param"]))
     slowdown = Slowdown(cpu=printed["windows"].pop("cpu_slowdown"))
     windows = Windows(**printed["windows"], first_use=tuple(printed["order"]["first_use"]), slowdown=slowdown)
     timeline = Simulator(cost, windows).run(plan.schedule, workload)

@@ -42,7 +42,7 @@ NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(p
 
 
 def predicted(windows: Windows) -> PredictedUpdate:
-    cost = CostModel.from_profile(profile(), 2)
+    cost = CostModel.from_profile(profile())
     timeline = simulate(PLAN.schedule, WORKLOAD, cost, windows)
     phases = windows.phases(timeline, WORKLOAD, cost)
     return PredictedUpdate(timeline, windows.exposed_s(timeline, WORKLOAD, cost), phases)

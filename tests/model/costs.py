@@ -35,7 +35,7 @@ def cost(**changes: float) -> CostModel:
             Resource.PAGEABLE: PLENTY,
             Resource.DRAM: rates["dram"],
         },
-        traffic=traffic_by_action(2),
+        traffic=traffic_by_action(),
         copy_latency_s=rates["latency"],
     )
 

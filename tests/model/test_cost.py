@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.cost import CPU_ADAM, CostModel, Resource
 from perf_model.prediction.hardware import ACCELERATOR_RATES, ProfileError
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES, Widths
 from perf_model.schedule.placement import Placement
 from tests.model.profiles import RATES, profile
 
@@ -27,9 +28,8 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
         )
     # p, m and v are read and written, the gradient is read, and the 16-bit parameter is written.
     assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + 2 + 2) * NUMEL
-    assert (
-        CostModel.from_profile(profile(), 4).load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (24 + 4) * NUMEL
-    )
+    fp32 = CostModel.from_profile(profile(), Widths(param=4, grad=4))
+    assert fp32.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (24 + 4) * NUMEL
     # An eager unit is updated by the same pass, and its versions change places for nothing.
     assert amounts[ActionKind.SPECULATE] == amounts[ActionKind.CPU_STEP]
     assert (amounts[ActionKind.COMMIT], cost.load(ActionKind.COMMIT, NUMEL).total_s) == ({}, 0.0)
@@ -41,7 +41,7 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
 
 @pytest.mark.parametrize("param_bytes", [2, 4])
 def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_published(param_bytes: int) -> None:
-    cost = CostModel.from_profile(profile(), param_bytes, params_on_host=True)
+    cost = CostModel.from_profile(profile(), Widths(param=param_bytes, grad=param_bytes, publishes=False))
     amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
     assert amounts[ActionKind.PUBLISH] == {}
     # The parameters of an eager unit are copied to the model.
@@ -49,6 +49,33 @@ def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_publi
     assert cost.load(ActionKind.PUBLISH, NUMEL).total_s == 0
     assert amounts[ActionKind.GPU_STEP][Resource.D2H] == param_bytes * NUMEL
     assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + param_bytes + param_bytes) * NUMEL
+
+
+@pytest.mark.parametrize(
+    ("states", "staged", "cpu_step", "stock_step"),
+    [("bf16-masters", 10, 2 * 10 + 2, 4 + (20 + 2)), ("bf16", 6, 2 * 6 + 2, 4 + (12 + 2))],
+)
+def test_bf16_states_move_fewer_bytes(states: str, staged: int, cpu_step: int, stock_step: int) -> None:
+    widths = WIDTHS_OF_STATES[states]
+    cost, stock = CostModel.from_profile(profile(), widths), CostModel.for_stock(profile(), widths)
+    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
+    assert amounts[ActionKind.PREFETCH][Resource.H2D] == staged * NUMEL
+    assert amounts[ActionKind.FLUSH_STATES][Resource.D2H] == staged * NUMEL
+    # The masters are published themselves: no other parameters are written.
+    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == amounts[ActionKind.SPECULATE][Resource.DRAM]
+    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == cpu_step * NUMEL
+    assert amounts[ActionKind.PUBLISH][Resource.H2D] == 2 * NUMEL
+    assert amounts[ActionKind.GPU_STEP][Resource.GPU] == pytest.approx(
+        (2 * staged + 4) / 28 * NUMEL / RATES["gpu_adam_params_per_s"]
+    )
+    # Without a rate of its own, each kernel is as much faster as it moves fewer bytes.
+    assert amounts[ActionKind.CPU_STEP][Resource.CPU] == pytest.approx(
+        (2 * staged + 4) / 28 * NUMEL / RATES["cpu_adam_params_per_s"]
+    )
+    assert stock.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == stock_step * NUMEL
+    assert stock.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.CPU] == pytest.approx(stock_step / 42 * NUMEL / 1e9)
+    measured = profile({**RATES, CPU_ADAM[widths.master, widths.moment]: 3e9})
+    assert CostModel.from_profile(measured, widths).load(ActionKind.CPU_STEP, NUMEL).alone_s == NUMEL / 3e9
 
 
 def test_each_copy_of_an_action_has_its_latency() -> None:
@@ -111,9 +138,10 @@ def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None
             ActionKind.PUBLISH: 0,
         }
     )
-    assert CostModel.from_profile(profile(host_rates), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s == 0
+    fp32 = Widths(param=4, grad=4)
+    assert CostModel.from_profile(profile(host_rates), fp32).load(ActionKind.PUBLISH, NUMEL).total_s == 0
     # Stock copies fp32 parameters after its update.
-    fp32_s = CostModel.for_stock(profile(host_rates), param_bytes=4).load(ActionKind.PUBLISH, NUMEL).total_s
+    fp32_s = CostModel.for_stock(profile(host_rates), fp32).load(ActionKind.PUBLISH, NUMEL).total_s
     assert fp32_s == pytest.approx(4 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"])
     with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed to predict the update"):
         CostModel.from_profile(profile({**host_rates, "gpu_adam_params_per_s": 8e10}))

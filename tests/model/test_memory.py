@@ -22,7 +22,7 @@ from perf_model.prediction.memory import (
     staging_numel,
 )
 from perf_model.schedule.cutting import cut_into_units
-from perf_model.schedule.host_layout import ALIGNMENT_BYTES, Widths, slab_tensors
+from perf_model.schedule.host_layout import ALIGNMENT_BYTES, WIDTHS_OF_STATES, Widths, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Partition, Workload
@@ -92,10 +92,26 @@ def test_an_eager_unit_takes_a_second_version_of_its_states_in_host_memory() -> 
     assert memory_of(eager) == replace(alone, host_bytes=alone.host_bytes + added, eager_bytes=added)
     assert Budgets().missing(memory_of(eager)) == {"eager_bytes": added}
     assert Budgets(eager_bytes=added).missing(memory_of(eager)) == {}
-    # The steps must not write the model's own parameters before the norm is known.
-    for param, added in ((2, (3 * 4 + 2) * NUMEL), (4, (3 * 4 + 4) * NUMEL)):
+    # The steps must not write the model's own parameters before the norm is known. Fp32 masters are published instead.
+    for param, added in ((2, (3 * 4 + 2) * NUMEL), (4, 3 * 4 * NUMEL)):
         setup = TrainingSetup(widths=Widths(param=param, grad=param, publishes=False), params_on_host=True)
         assert memory_of(eager, setup).eager_bytes == added
+
+
+@pytest.mark.parametrize(("states", "each"), [("bf16-masters", 2 + 2 * 4), ("bf16", 3 * 2)])
+def test_bf16_states_take_their_bytes_in_every_place(states: str, each: int) -> None:
+    """Check host memory, slots, residents, shadows and stock's reservation. Masters are published without a copy."""
+    setup = TrainingSetup(widths=WIDTHS_OF_STATES[states])
+    on_host = (each + 2) * NUMEL
+    assert memory_of(plan(CPU), setup) == MemoryUse(gpu_bytes=0, host_bytes=on_host, pinned_bytes=on_host)
+    assert memory_of(plan(STREAMED, STREAMED, num_slots=2), setup).gpu_bytes == (2 * each + 2 * 2) * NUMEL
+    assert memory_of(plan(RESIDENT), setup).gpu_bytes == (each + 2) * NUMEL
+    eager = replace(plan(CPU, CPU), eager=frozenset({1}))
+    for widths in (setup.widths, replace(setup.widths, publishes=False)):
+        assert memory_of(eager, replace(setup, widths=widths)).eager_bytes == each * NUMEL
+    # The gradient has the dtype of the masters, and the sums of gradients that of the model.
+    stock = MemoryUse.from_reservations(reserved_by_stock(plan(CPU), setup.widths))
+    assert stock.host_bytes == (each + 2 + 2) * NUMEL
 
 
 def test_streamed_units_share_the_slots_and_keep_their_gradients_on_the_accelerator() -> None:
@@ -124,7 +140,7 @@ def test_a_resident_unit_has_a_place_in_host_memory_to_which_it_can_return() -> 
 
 
 def test_stock_pins_nothing() -> None:
-    stock = MemoryUse.from_reservations(reserved_by_stock(plan(CPU, RESIDENT), 2))
+    stock = MemoryUse.from_reservations(reserved_by_stock(plan(CPU, RESIDENT)))
     assert stock == MemoryUse(gpu_bytes=16 * NUMEL, host_bytes=(12 + 4) * NUMEL + 2 * 2 * NUMEL, pinned_bytes=0)
 
 
@@ -136,7 +152,7 @@ def test_alignment_and_segments_add_little_to_the_bytes_of_the_tensors(drawn: Up
     assert memory.host_bytes == memory.pinned_bytes
     assert wanted <= memory.pinned_bytes < wanted + 5 * ALIGNMENT_BYTES * len(drawn.placements)
     gradients = 2 * (resident + streamed)
-    wanted = 12 * resident + gradients + drawn.schedule.staging_bytes
+    wanted = 12 * (resident + drawn.schedule.num_slots * drawn.schedule.slot_numel) + gradients
     tensors = 3 * (drawn.placements.count(RESIDENT) + drawn.schedule.num_slots) + len(drawn.placements)
     assert wanted <= memory.gpu_bytes <= wanted + 22 * MIB + tensors * 10 * MIB
 

@@ -23,7 +23,7 @@ from perf_model.presets.models import MODELS
 from perf_model.schedule.lowering import serial_schedule
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PARAM_BYTES, Overheads
+from perf_model.training_run.micro_batch import Overheads
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
@@ -33,7 +33,7 @@ def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
     """
     if run.setting.update_stride is None:
         schedule = serial_schedule(placements_of(run.setting))
-        return simulate(schedule, workload_of(run.setting), CostModel.for_stock(profile, PARAM_BYTES)).end_s
+        return simulate(schedule, workload_of(run.setting), CostModel.for_stock(profile)).end_s
     rates = {
         "dram_bytes_per_s": profile.rate("dram_update_bytes_per_s"),
         "pageable_bytes_per_s": profile.rate("pageable_h2d_bytes_per_s"),

@@ -17,7 +17,6 @@ from perf_model.schedule.workload import Workload
 from perf_model.training_run.decoder import llama
 from perf_model.training_run.forecast import Forecast, Infeasible, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import PARAM_BYTES
 from perf_model.training_run.training_memory import (
     SCORE_BYTES,
     WORKSPACE_BYTES,
@@ -89,7 +88,7 @@ class PublishedPeak:
         on_cpu = int(self.cpu_ratio * len(workload.units))
         placements = (Placement.RESIDENT,) * (len(workload.units) - on_cpu) + (Placement.CPU,) * on_cpu
         plan = UpdatePlan(workload=workload, placements=placements, num_slots=1)
-        return MemoryUse.from_reservations(reserved_by_stock(plan, PARAM_BYTES)).gpu_bytes
+        return MemoryUse.from_reservations(reserved_by_stock(plan)).gpu_bytes
 
     @property
     def allocated_error(self) -> float:

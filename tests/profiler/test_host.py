@@ -11,7 +11,7 @@ import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamKernel
 from deep_opt_states.profiler.probes import (
     SUB_GROUPS,
     HostStates,
@@ -37,15 +37,19 @@ def states(kernel: AdamKernel | None = None, device: Device[Any] | None = None) 
     return HostStates(device or HostDevice(), NUMEL, kernel or PlainAdam())
 
 
+def updates_of(memory: HostStates) -> Probe:
+    return host_updates(memory, "cpu_adam_params_per_s", FP32_STATES)
+
+
 def products(rows: int, small_rows: int) -> Probe:
     return matrix_products(HostDevice(), {"matmul_flops_per_s": rows, "matmul_small_flops_per_s": small_rows})
 
 
 PROBES: dict[str, Callable[[], Probe]] = {
     "host memory": lambda: host_memory(states().slab),
-    "training's Adam": lambda: host_updates(states(training_cpu_adam(SUB_GROUPS, 2, ()))),
+    "training's Adam": lambda: updates_of(states(training_cpu_adam(SUB_GROUPS, 2, ()))),
     "stock's Adam": lambda: stock_updates(stock_cpu_adam(SUB_GROUPS), states(), HostDevice()),
-    "plain Adam": lambda: host_updates(states()),
+    "plain Adam": lambda: updates_of(states()),
     "Adam on a device": lambda: device_updates(HostDevice(), NUMEL, PlainAdam()),
     "matrix products": lambda: products(64, 16),
     "matrix products of one size": lambda: products(64, 64),
@@ -67,7 +71,7 @@ def test_host_probes_do_not_depend_on_the_default_dtype_and_device_of_the_traini
 def test_the_probe_of_adam_updates_every_element(stock: bool) -> None:
     kernel = stock_cpu_adam(SUB_GROUPS) if stock else training_cpu_adam(SUB_GROUPS, 2, ())
     memory = states(kernel)
-    repeat = stock_updates(kernel, memory, HostDevice()) if stock else host_updates(memory)
+    repeat = stock_updates(kernel, memory, HostDevice()) if stock else updates_of(memory)
     for _ in range(3):
         repeat()
     for tensors in memory.sub_groups:
@@ -80,7 +84,7 @@ def test_the_probe_of_adam_updates_every_element(stock: bool) -> None:
 
 def test_the_cpu_probe_updates_every_sub_group_in_order_with_a_gradient_scale() -> None:
     kernel = PlainAdam()
-    repeat = host_updates(states(kernel))
+    repeat = updates_of(states(kernel))
     for _ in range(3):
         repeat()
     assert [len(steps) for steps in kernel.begun] == [SUB_GROUPS] * 3

@@ -28,7 +28,7 @@ from deep_opt_states.profiler.profile import (
     noise_waivers,
 )
 from deep_opt_states.profiler.ranks import CollectiveGroups, Ranks
-from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.cost import CPU_ADAM, CostModel, Resource
 from perf_model.prediction.hardware import LIMITS, QUANTITIES, REQUIRED, HardwareProfile, Measurement, ProfileError
 from tests.model.profiles import profile
 from tests.profiler.virtual import GroupOfTwo, LaunchedAdam, TimedAdam, VirtualDevice, kernels, virtual_clock
@@ -138,7 +138,7 @@ def test_the_host_is_measured_without_an_accelerator() -> None:
     profile = measure(None, Ranks(), SMALL, threads=THREADS)
     waived = {name: found.waived for name, found in profile.measurements.items() if found.waived is not None}
     # The matrix product is the CPU's here.
-    host = {*REQUIRED, "copy_latency_s", "dram_copy_bytes_per_s", "matmul_flops_per_s"}
+    host = {*REQUIRED, *CPU_ADAM.values(), "copy_latency_s", "dram_copy_bytes_per_s", "matmul_flops_per_s"}
     assert waived == {
         name: NO_GROUPS.in_node if name in COLLECTIVES else NO_ACCELERATOR for name in QUANTITIES if name not in host
     }
@@ -184,7 +184,7 @@ def test_progress_iterates_over_every_probe_to_the_end() -> None:
     done: list[str] = []
 
     def progress(entries: Collection[Entry]) -> Iterator[Entry]:
-        assert len(entries) == 14
+        assert len(entries) == 16
         for quantities, prepare in entries:
             yield quantities, prepare
             done.extend(quantities)
@@ -335,7 +335,7 @@ def test_a_rate_in_both_directions_above_the_sum_of_the_two_is_waived_and_still_
     assert noise_waivers({**slowed, "both_bytes_per_s": Measurement(samples=(8e10,))}) == {}
     used = replace(found, measurements=slowed | waivers)
     assert used.both_directions == pytest.approx(6.84e10)
-    assert CostModel.from_profile(used, 2).capacities[Resource.BOTH] == pytest.approx(6.84e10)
+    assert CostModel.from_profile(used).capacities[Resource.BOTH] == pytest.approx(6.84e10)
     assert waivers["both_bytes_per_s"].waived.startswith(IMPLAUSIBLE), "so that it is not cached"
 
 

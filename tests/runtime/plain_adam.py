@@ -36,7 +36,7 @@ class PlainAdam(AdamKernel):
         step = self._steps[sub_group]
         master, exp_avg, exp_avg_sq = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
         grad = tensors.grad.float() * step.grad_scale
-        exp_avg.lerp_(grad, 1 - step.beta1)
+        exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - step.beta1)
         exp_avg_sq.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
         denominator = exp_avg_sq.sqrt() / math.sqrt(1 - step.beta2**step.step) + step.eps
         master.mul_(1 - step.lr * step.weight_decay)

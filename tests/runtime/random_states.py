@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, UpdatedStates
+from deep_opt_states.device.kernels.adam import (
+    FP32_STATES,
+    AdamKernel,
+    AdamStep,
+    AdamTensors,
+    ElementRange,
+    UpdatedStates,
+)
 from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
 from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.placement import Placement
@@ -114,7 +121,7 @@ def place(states: Sequence[UnitState], schedule: Schedule, device: Device[Any]) 
         kinds = frozenset(action.kind for action in schedule.actions if action.unit == index)
         state.placement = placements[kinds]
         is_resident = state.placement is Placement.RESIDENT
-        state.resident = Resident(Slot.reserve(device, state.length)) if is_resident else None
+        state.resident = Resident(Slot.reserve(device, state.length, FP32_STATES)) if is_resident else None
         state.shadow = shadow_of(state, device) if kinds == frozenset(EAGER_CHAIN) else None
 
 

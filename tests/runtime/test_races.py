@@ -19,7 +19,7 @@ from perf_model.schedule.action import Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import STAGED_BYTES_PER_PARAM, Schedule
+from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.fake_device.device import FakeDevice
 from tests.fake_device.timing import Late, Timing
@@ -151,7 +151,7 @@ def test_the_runtime_takes_the_memory_that_the_plan_declares(plan: UpdatePlan) -
     states = pinned_states(device, numels_of(plan.workload), torch.bfloat16)
     before = device.allocated_bytes
     executor = hostile_executor(plan.schedule, states, device)
-    resident_bytes = STAGED_BYTES_PER_PARAM * plan.numel(Placement.RESIDENT)
-    assert device.allocated_bytes - before == plan.schedule.staging_bytes + resident_bytes
+    resident_bytes, slot_bytes = 12 * plan.numel(Placement.RESIDENT), 12 * plan.schedule.slot_numel
+    assert device.allocated_bytes - before == plan.schedule.num_slots * slot_bytes + resident_bytes
     executor.close()
     assert device.allocated_bytes - before == resident_bytes

@@ -22,9 +22,14 @@ class StateDtypes(NamedTuple):
     master: torch.dtype
     moment: torch.dtype
 
+    @property
+    def by_name(self) -> dict[str, torch.dtype]:
+        """Return the dtype of each of ``STATES``."""
+        return dict(zip(STATES, (self.master, self.moment, self.moment), strict=True))
+
     @classmethod
-    def found_in(cls, tensors: AdamTensors) -> StateDtypes:
-        """Return the dtypes of ``tensors``. Raise ``AssertionError`` for those that no kernel updates."""
+    def found_in(cls, tensors: Any) -> StateDtypes:
+        """Return the dtypes of the ``STATES`` of ``tensors``. Raise ``AssertionError`` if no kernel updates them."""
         found = cls(tensors.master.dtype, tensors.exp_avg.dtype)
         assert found in STATE_DTYPES, found
         assert tensors.exp_avg_sq.dtype == found.moment, tensors.exp_avg_sq.dtype

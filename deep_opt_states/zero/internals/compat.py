@@ -20,6 +20,11 @@ Parameter: TypeAlias = Any
 """A ``torch.nn.Parameter`` with the attributes that ZeRO-3 adds (``ds_id`` and others)."""
 
 
+def masters_dtype(optimizer: Any) -> torch.dtype:
+    """Return the dtype of the master weights, and of the gradients that update them."""
+    return optimizer.master_weights_and_grads_dtype
+
+
 # The engine and its config
 
 

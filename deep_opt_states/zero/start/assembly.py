@@ -12,7 +12,7 @@ import torch
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import AdamKernel, StateDtypes
 from deep_opt_states.device.kernels.choice import ChosenKernel, cpu_adam
 from deep_opt_states.host import machine
 from deep_opt_states.host.cores import CoreShare, LaunchBinding
@@ -23,7 +23,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory, widths_of
 from deep_opt_states.zero.internals.agreement import raise_together
-from deep_opt_states.zero.internals.compat import partitions_by_name
+from deep_opt_states.zero.internals.compat import masters_dtype, partitions_by_name
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.spans import ActionSpan
 from deep_opt_states.zero.start.devices import AcceleratorChoice
@@ -74,6 +74,10 @@ class Context:
         dtype: torch.dtype = self.optimizer.gradient_accumulation_dtype
         return dtype
 
+    @property
+    def state_dtypes(self) -> StateDtypes:
+        return _state_dtypes(self.optimizer)
+
     def gradient_buffers(
         self, plan: UpdatePlan, units: Sequence[UnitState], is_evicted: bool = False
     ) -> list[GradientBuffer]:
@@ -114,7 +118,7 @@ class Assembly:
     planned: PlannedRun
     running: RunningPlan
     masters: list[torch.Tensor]
-    """The fp32 parameters of each sub-group, by which the optimizer's states are keyed."""
+    """The master weights of each sub-group, by which the optimizer's states are keyed."""
     kernels: tuple[AdamKernel, ...]
     """The CPU's kernel, and the accelerator's if that is another one."""
 
@@ -165,14 +169,27 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
     # Before memory is touched, so that it is allocated near these cores, and before the worker starts.
     if context.share.launch_cores:
         resources.callback(LaunchBinding(context.share.launch_cores).release)
-    memory = StateMemory(plan.workload, params, context.grad_dtype, device, params_on_host=context.setup.params_on_host)
+    memory = StateMemory(
+        plan.workload,
+        params,
+        context.grad_dtype,
+        device,
+        context.state_dtypes,
+        params_on_host=context.setup.params_on_host,
+    )
     resources.callback(memory.close)
     memory.set_plan(plan)
     gradients = Gradients(context.optimizer, context.gradient_buffers(plan, memory.units), context.staging(plan))
     # Closed before ``memory``, which copies may be writing to.
     resources.callback(gradients.close)
     device_adam = context.accelerator.device_adam(
-        plan, context.budget, host_adam, context.optimizer.optimizer, context.grad_dtype, params[0].dtype
+        plan,
+        context.budget,
+        host_adam,
+        context.optimizer.optimizer,
+        context.grad_dtype,
+        params[0].dtype,
+        context.state_dtypes,
     )
     kernels = [host_adam]
     if device_adam is not None and device_adam is not host_adam:
@@ -203,11 +220,18 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
 def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
     params_on_host = _params_on_host(optimizer, device)
     param = optimizer.fp16_partitioned_groups_flat[0]
+    grad_dtype, dtypes = optimizer.gradient_accumulation_dtype, _state_dtypes(optimizer)
     return TrainingSetup(
-        widths=widths_of(param, optimizer.gradient_accumulation_dtype, device, params_on_host=params_on_host),
+        widths=widths_of(param, grad_dtype, device, dtypes, params_on_host=params_on_host),
         accumulates=optimizer.gradient_accumulation_steps > 1,
         params_on_host=params_on_host,
     )
+
+
+def _state_dtypes(optimizer: Any) -> StateDtypes:
+    """Return the dtypes of stock: ``DeepSpeedCPUAdam`` creates moments in fp32, or in the dtype of the masters."""
+    master = masters_dtype(optimizer)
+    return StateDtypes(master, torch.float32 if optimizer.optimizer.fp32_optimizer_states else master)
 
 
 def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
@@ -221,6 +245,7 @@ def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) ->
         adamw=optimizer.optimizer.adam_w_mode,
         num_threads=share.threads,
         cores=share.cores,
+        dtypes=_state_dtypes(optimizer),
     )
     if choice.why:
         log_rank_0(choice.why)
@@ -270,7 +295,7 @@ def _check_host_memory(context: Context, plan: UpdatePlan, ranks: SharingRanks) 
 
 
 def _init_master(optimizer: Any, sub_group_id: int, states_master: torch.Tensor) -> torch.Tensor:
-    """Copy the model's parameters into the sub-group's fp32 parameters, and return these as DeepSpeed expects them."""
+    """Copy the model's parameters into the sub-group's masters, and return these as DeepSpeed expects them."""
     states_master.copy_(optimizer.fp16_partitioned_groups_flat[sub_group_id])
     master: Any = states_master.data
     ds_ids = optimizer.fp16_partitioned_groups_flat_id[sub_group_id]

@@ -14,7 +14,7 @@ from deep_opt_states.config import Config
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import AdamKernel, StateDtypes
 from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
@@ -86,15 +86,18 @@ class AcceleratorChoice:
         optimizer: DeepSpeedCPUAdam,
         grad_dtype: torch.dtype,
         param_dtype: torch.dtype,
+        dtypes: StateDtypes,
     ) -> AdamKernel | None:
         """Return the compiled kernel for any units on the accelerator. Raise ``KernelUnavailable`` without one."""
         if self.slots_on_host:
             return host_adam
         if not _num_on_device(plan) and (budget is None or _no_gpu_adam()):
             return None
-        kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode)
-        # Gradients that the user has accessed are fp32 (``Gradients.writable_fp32``).
-        kernel.compile({grad_dtype, torch.float32}, [param_dtype])
+        kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode, dtypes=dtypes)
+        # A load may put the moments in the dtype of the masters (``GuardedStates._adopt_loaded_states``).
+        for states in dict.fromkeys((dtypes, StateDtypes(dtypes.master, dtypes.master))):
+            # Gradients that the user has accessed have the dtype of the masters (``Gradients.writable``).
+            kernel.compile({grad_dtype, dtypes.master}, [param_dtype], states)
         return kernel
 
 

@@ -75,7 +75,7 @@ def make_plan(
     predict, request, why = None, None, ""
     if config.predicts(workload):
         profile = _load_profile(config, accelerator, share, notes.append)
-        cost = CostModel.from_profile(profile, setup.widths.param, params_on_host=setup.params_on_host)
+        cost = CostModel.from_profile(profile, setup.widths)
         predict = partial(_predict, cost, profile.has_accelerator, sub_groups)
     if config.plans(workload):
         unlimited = PlanRequest(

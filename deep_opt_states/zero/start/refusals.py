@@ -20,7 +20,6 @@ from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_leas
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 _INSTALL_NEWEST = f"Install it with pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
-_FP32_STATES = "The plugin keeps the optimizer states in fp32, as stock DeepSpeed does by default: remove it."
 
 
 class Rule(NamedTuple):
@@ -166,9 +165,16 @@ _CONFIG = (
         "compile.deepcompile",
         'DeepCompile schedules the optimizer states in its own graph passes: remove "deepcompile".',
     ),
-    _off("bf16.bf16_master_weights_and_grads", _FP32_STATES),
-    _off("bf16.bf16_optimizer_states", _FP32_STATES),
-    _off("fp16.fp16_master_weights_and_grads", _FP32_STATES),
+    Rule(
+        "bf16.bf16_master_weights_and_grads",
+        'needs "enabled": true in the block "bf16"',
+        "Set that, or remove the key: the master weights and the model must both be bf16.",
+        lambda config: config.bfloat16_config.bf16_master_weights_and_grads and not config.bfloat16_config.enabled,
+    ),
+    _off(
+        "fp16.fp16_master_weights_and_grads",
+        "The plugin keeps the states of an fp16 model in fp32, as stock DeepSpeed does by default: remove it.",
+    ),
     Rule(
         "torch_autocast.dtype",
         "must not be float16",
@@ -208,13 +214,6 @@ _OPTIMIZER = (
         '"zero_force_ds_cpu_optimizer": false.',
         lambda optimizer: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         (f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",),
-    ),
-    Rule(
-        "optimizer.fp32_optimizer_states",
-        "must be true",
-        _FP32_STATES,
-        lambda optimizer: getattr(optimizer, "fp32_optimizer_states", True),
-        (True,),
     ),
     Rule(
         "optimizer (step hooks)",

@@ -10,7 +10,8 @@ were none. Stock deviates from that in two cases, the only ones in which we do n
    gradients are added up, as in PyTorch without ZeRO.
 
 A partition may belong to several units, so its norm is computed on the accelerator before its parts are copied to their
-buffers. A gradient stays in the accumulation dtype, unless the user sets it: then it is in fp32, as in stock.
+buffers. A gradient stays in the accumulation dtype, unless the user sets it: then it is in the dtype of the master
+weights, as in stock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.device.interface import Event
-from deep_opt_states.zero.internals.compat import Parameter, has_gradient_here, is_boundary, l2_norm, place_of_gradient
+from deep_opt_states.zero.internals.compat import (
+    Parameter,
+    has_gradient_here,
+    is_boundary,
+    l2_norm,
+    masters_dtype,
+    place_of_gradient,
+)
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
 from deep_opt_states.zero.step.staging import GradientTraffic, Staging
 from perf_model.schedule.workload import ALIGNMENT
@@ -44,8 +52,8 @@ class Gradients:
         self._write_numbers = count(1)
         self._waited_for_copies = False
         """Whether the current stream waits for the copies of all sums to which the current bucket may be added."""
-        self._in_fp32: dict[int, torch.Tensor] = {}
-        """The fp32 gradients that the user has set or may set, by ``ds_id``. They override the gradient buffer."""
+        self._by_user: dict[int, torch.Tensor] = {}
+        """The gradients that the user has set or may set, by ``ds_id``. They override the gradient buffer."""
         self._written: dict[int, Parameter] = {}
         """The parameters whose gradient backward or the user has written since the last step, by ``ds_id``."""
         self._stale: dict[int, Parameter] = {}
@@ -168,7 +176,7 @@ class Gradients:
         self._flush()
         for ds_id, param in self._stale.items():
             if ds_id not in self._written:
-                self._forget_fp32(param)
+                self._forget_copy(param)
                 for segment in self._segments.of_param(param):
                     self._count_write(segment)
                     segment.view(segment.buffer.grad).zero_()
@@ -193,14 +201,14 @@ class Gradients:
         return self._buffers[index].grad
 
     def grads_for_update(self) -> list[torch.Tensor]:
-        """Return the gradients of each range, shape [numel], as fp32 copies where the user has set some."""
+        """Return the gradients of each range, shape [numel], as copies where the user has set some."""
         grads = [buffer.grad for buffer in self._buffers]
-        for param in self._params() if self._in_fp32 else ():
-            if param.ds_id in self._in_fp32:
+        for param in self._params() if self._by_user else ():
+            if param.ds_id in self._by_user:
                 for segment in self._segments.of_param(param):
                     if grads[segment.index] is segment.buffer.grad:
-                        grads[segment.index] = _in_fp32(segment.buffer)
-                    segment.view(grads[segment.index]).copy_(segment.part(self._in_fp32[param.ds_id]))
+                        grads[segment.index] = self._copy_of(segment.buffer)
+                    segment.view(grads[segment.index]).copy_(segment.part(self._by_user[param.ds_id]))
         return grads
 
     def close(self) -> None:
@@ -208,26 +216,29 @@ class Gradients:
         if self._staging is not None:
             self._staging.close()
         self.set_buffers(())
-        self._in_fp32.clear()
+        self._by_user.clear()
 
     # Readers and writers other than backward and the update
 
     def read(self, param: Parameter) -> torch.Tensor:
-        """Return the gradient as stock's fp32 buffer would hold it, shape [partition_numel], to read only."""
-        if param.ds_id in self._in_fp32:
-            return self.writable_fp32(param)
+        """Return the gradient as stock's buffer would hold it, shape [partition_numel], to read only."""
+        if param.ds_id in self._by_user:
+            return self.writable(param)
         partition = self._copied(param)
         grad_scale = self._unscaled.get(param.ds_id)
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
-    def writable_fp32(self, param: Parameter) -> torch.Tensor:
-        """Return the gradient in fp32 in host memory, shape [partition_numel], until backward writes a new one."""
-        if param.ds_id not in self._in_fp32:
-            self._in_fp32[param.ds_id] = self._copied(param).cpu()
+    def writable(self, param: Parameter) -> torch.Tensor:
+        """Return the gradient in host memory, shape [partition_numel], until backward writes a new one.
+
+        It is in the dtype of the masters.
+        """
+        if param.ds_id not in self._by_user:
+            self._by_user[param.ds_id] = self._copied(param).cpu()
         grad_scale = self._unscaled.pop(param.ds_id, None)
         if grad_scale is not None:
-            self._in_fp32[param.ds_id].mul_(grad_scale)
-        return self._in_fp32[param.ds_id]
+            self._by_user[param.ds_id].mul_(grad_scale)
+        return self._by_user[param.ds_id]
 
     def mark_set_by_user(self, params: Iterable[Parameter]) -> None:
         """Record that the user has set the gradients of ``params``. As in stock, frozen ones are ignored."""
@@ -304,10 +315,10 @@ class Gradients:
         optimizer = self._optimizer
         optimizer.norm_for_param_grads[optimizer.get_param_id(param)] = l2_norm(optimizer, total)
         self._written[param.ds_id] = param
-        self._forget_fp32(param)
+        self._forget_copy(param)
 
-    def _forget_fp32(self, param: Parameter) -> None:
-        self._in_fp32.pop(param.ds_id, None)
+    def _forget_copy(self, param: Parameter) -> None:
+        self._by_user.pop(param.ds_id, None)
         self._unscaled.pop(param.ds_id, None)
 
     def _send(self, segment: Segment, total: torch.Tensor) -> None:
@@ -330,22 +341,25 @@ class Gradients:
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self._optimizer.fp16_groups for param in group)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return masters_dtype(self._optimizer)
+
     def _position(self, param: Parameter) -> tuple[int, int]:
         sub_group, offset, _ = place_of_gradient(self._optimizer, param)
         return sub_group, offset
 
     def _copied(self, param: Parameter) -> torch.Tensor:
-        """Return an fp32 copy of the parameter's part of the gradient buffers, shape [partition_numel]."""
+        """Return a copy of the parameter's part of the gradient buffers, shape [partition_numel]."""
         parts = [segment.view(segment.buffer.grad) for segment in self._segments.of_param(param)]
         if len(parts) == 1:
-            return parts[0].to(torch.float32, copy=True)
+            return parts[0].to(self._dtype, copy=True)
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
-        return torch.cat(parts).to(torch.float32)
+        return torch.cat(parts).to(self._dtype)
 
-
-def _in_fp32(buffer: GradientBuffer) -> torch.Tensor:
-    """Return an fp32 copy of the gradients of one range, which starts in memory as far after a wide load."""
-    skip = buffer.elements.begin % ALIGNMENT
-    memory = torch.empty(skip + buffer.elements.numel, dtype=torch.float32, device=buffer.grad.device)
-    return memory[skip:].copy_(buffer.grad)
+    def _copy_of(self, buffer: GradientBuffer) -> torch.Tensor:
+        """Return a copy of the gradients of one range, which starts in memory as far after a wide load."""
+        skip = buffer.elements.begin % ALIGNMENT
+        memory = torch.empty(skip + buffer.elements.numel, dtype=self._dtype, device=buffer.grad.device)
+        return memory[skip:].copy_(buffer.grad)

@@ -36,7 +36,9 @@ def checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cpu:
         # PyTorch sends a handle to GPU memory, and DeepSpeed's next step waits until the data is written.
         return tensor
-    view = torch.from_numpy(tensor.detach().numpy()).requires_grad_(tensor.requires_grad)
+    # As bytes, because NumPy has no bf16.
+    view = torch.from_numpy(tensor.detach().view(torch.uint8).numpy()).view(tensor.dtype)
+    view.requires_grad_(tensor.requires_grad)
     # DeepSpeed also saves the attributes with ids of parameters that it has set.
     vars(view).update(vars(tensor))
     return view

@@ -79,6 +79,18 @@ class RunningPlan:
         self.adopt(self.plan)
         return False
 
+    def narrow_moments(self) -> None:
+        """Keep moments in the dtype of the masters from now on; their values are lost. This is no collective.
+
+        No update is in flight, and no window is open.
+        """
+        self.executor.sync_states_to_host()
+        self.memory.narrow_moments()
+        was_evicted = self.is_evicted
+        self.adopt(self.plan)
+        if not was_evicted:
+            self.restore()
+
     def order_by(self, first_uses: Sequence[int]) -> None:
         """Update the units in the order of ``first_uses`` in forward, the same on every rank, between two updates."""
         plan, units = self.plan, self.memory.units

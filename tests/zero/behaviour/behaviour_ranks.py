@@ -1,11 +1,12 @@
 """Run scenarios with stock and with the plugin, and print for each the values that differ.
 
-Arguments: any number of ``module`` or ``module.scenario`` of ``tests.zero.behaviour``, and those of
-``process_group_on_accelerator``.
+Arguments: any number of ``module`` or ``module.scenario`` of ``tests.zero.behaviour``, ``--states`` with the dtypes of
+masters and moments in bf16 engines, and those of ``process_group_on_accelerator``.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 import traceback
@@ -13,8 +14,9 @@ import traceback
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from perf_model.cli.plan_json import KEYS_OF_STATES
 from tests.launch import answer
-from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Scenario, unequal
+from tests.zero.behaviour.behaviour_variant import BASE, BehaviourVariant, Scenario, unequal
 from tests.zero.on_accelerator import process_group_on_accelerator
 from tests.zero.parity.training import Block
 
@@ -44,7 +46,11 @@ def run(scenario: Scenario) -> dict[str, object]:
 def main(*names: str) -> None:
     # DeepSpeed requires instructions that this CPU may not have. PyTorch supports fp16 on every CPU.
     get_accelerator().is_fp16_supported = lambda: True
-    for name in names:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--states", choices=tuple(KEYS_OF_STATES), default="fp32")
+    options, scenarios = parser.parse_known_args(names)
+    BASE["bf16"].update(dict.fromkeys(KEYS_OF_STATES[options.states], True))
+    for name in scenarios:
         module, _, chosen = name.partition(".")
         for scenario in importlib.import_module(f"tests.zero.behaviour.{module}").SCENARIOS:
             if chosen in ("", scenario.__name__):

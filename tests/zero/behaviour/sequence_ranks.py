@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.update import Update
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from tests.launch import answer
 from tests.zero.behaviour.behaviour_variant import same
 from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
@@ -348,6 +349,7 @@ def drawn(seed: int) -> tuple[Case, RandomShape, list[tuple[Call, int]], Block]:
         schedule=rng.random() < 0.5,
         steps=20,
         sub_group_size=rng.randint(150, 500),
+        states=tuple(WIDTHS_OF_STATES)[seed % 3],
         zero={
             "stage3_prefetch_bucket_size": rng.choice((0, 1000, 100_000)),
             "stage3_param_persistence_threshold": rng.choice((0, 50, 50, 200)),

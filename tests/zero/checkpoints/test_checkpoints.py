@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 JOBS = (
@@ -23,13 +24,35 @@ JOBS = (
 )
 """Each job is a function of ``checkpoint_jobs.py`` that asserts its result."""
 
-RANKS = ProgramRanks("tests.zero.checkpoints.checkpoint_jobs", timeout_s=400, arguments=lambda folder: [str(folder)])
-pytestmark = on_one_worker(RANKS.program)
+OF_BF16_MASTERS = (
+    *("save, 1 rank", "save, 2 ranks", "convert", "resume"),
+    *("universal, 1 to 2 ranks", "universal, 2 to 1 ranks"),
+)
+JOBS_WITH = {"fp32": JOBS, "bf16-masters": OF_BF16_MASTERS, "bf16": (*OF_BF16_MASTERS, "tags")}
+"""The jobs by the dtypes of the states."""
+
+PROGRAM = "tests.zero.checkpoints.checkpoint_jobs"
 
 
-@pytest.mark.parametrize("job", JOBS)
+def ranks_with(states: str) -> ProgramRanks:
+    return ProgramRanks(PROGRAM, timeout_s=400, arguments=lambda folder: [str(folder), states])
+
+
+SELECTIONS = {states: ranks_with(states) for states in WIDTHS_OF_STATES}
+
+
+@pytest.mark.parametrize(
+    ("states", "job"),
+    [
+        pytest.param(states, job, marks=on_one_worker(f"{PROGRAM} {states}"))
+        for states, jobs in JOBS_WITH.items()
+        for job in jobs
+    ],
+)
 @pytest.mark.promise("P4")
-def test_checkpoints_are_saved_converted_and_loaded_as_with_stock(job: str, trained: TrainingOnce) -> None:
-    (answers,) = trained.answers_by_name(1, key="job")
-    assert answers.keys() == set(JOBS)
+def test_checkpoints_are_saved_converted_and_loaded_as_with_stock(
+    states: str, job: str, trained_by_selection: dict[str, TrainingOnce]
+) -> None:
+    (answers,) = trained_by_selection[states].answers_by_name(1, key="job")
+    assert answers.keys() == set(JOBS_WITH[states])
     assert not answers[job]["problem"], answers[job]["problem"][-4000:]

@@ -85,7 +85,7 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, sto
     assert reserved == +expected
 
     # On the CPU accelerator all reservations are host memory of exactly these sizes. They replace stock's states.
-    stocks = total_bytes(reserved_by_stock(planned({"placement": "cpu"}, stock["numels"]), 2))
+    stocks = total_bytes(reserved_by_stock(planned({"placement": "cpu"}, stock["numels"])))
     growth = total_bytes(predicted) - stocks
     assert abs(growth) >= 50e6, "the difference exceeds the noise of a process"
     assert ours["rss_bytes"] - stock["rss_bytes"] == pytest.approx(growth, abs=12e6)

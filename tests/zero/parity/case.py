@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from perf_model.cli.plan_json import KEYS_OF_STATES
+
 CPU: dict[str, Any] = {"placement": "cpu"}
 STREAMED = {"placement": "streamed", "unit_size": 300}
 STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
@@ -79,6 +81,8 @@ class Case:
     ``shares_host_memory``: model and states share memory, as on the CPU accelerator. Otherwise parameters are published
     as on a GPU.
 
+    ``states``: the dtypes of the masters and moments, a value of ``plan --states``.
+
     ``thorough``: only ``make test-all`` trains the case, which combines what other cases have, too.
     """
 
@@ -109,6 +113,7 @@ class Case:
     offload_param: bool = False
     shares_host_memory: bool = False
     thorough: bool = False
+    states: str = "fp32"
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -143,7 +148,7 @@ class Case:
             **self.extra,
         }
         if self.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
+            config["bf16"] = {"enabled": True, **dict.fromkeys(KEYS_OF_STATES[self.states], True)}
         if self.dtype == "fp16":
             config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3, "hysteresis": 1}
         if self.schedule:

@@ -10,7 +10,7 @@ import torch
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.adam import BF16_MASTERS, BF16_STATES, FP32_STATES, AdamKernel, StateDtypes
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.unsupported import Unsupported
@@ -127,12 +127,13 @@ class Optimizer:
 class RecordingAdam(PlainAdam):
     """An Adam kernel that records its options and the dtypes for which it was compiled."""
 
-    def __init__(self, betas: tuple[float, float], *, adamw: bool) -> None:
+    def __init__(self, betas: tuple[float, float], *, adamw: bool, dtypes: StateDtypes) -> None:
         super().__init__()
-        self.made_with = (betas, adamw)
+        self.made_with = (betas, adamw, dtypes)
+        self.compiled_for: list[Any] = []
 
     def compile(self, *dtypes: Any) -> None:
-        self.compiled_for = dtypes
+        self.compiled_for.append(dtypes)
 
 
 def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
@@ -146,14 +147,20 @@ def test_a_gpu_kernel_is_made_only_if_the_gpu_may_update_a_unit(
         choice: AcceleratorChoice,
         update_plan: UpdatePlan,
         budget: GpuBudget | None = None,
+        dtypes: StateDtypes = FP32_STATES,
     ) -> AdamKernel | None:
-        return choice.device_adam(update_plan, budget, host_adam, Optimizer(), torch.bfloat16, torch.bfloat16)
+        optimizer: Any = Optimizer()
+        return choice.device_adam(update_plan, budget, host_adam, optimizer, torch.bfloat16, torch.bfloat16, dtypes)
 
     assert kernel(HOST, MIXED) is host_adam
     assert kernel(CUDA, ON_CPU) is None
     assert kernel(CUDA, ON_CPU, GpuBudget(start_bytes=0, margin_bytes=0, fills=True)) is not None
     made = kernel(CUDA, MIXED)
     assert isinstance(made, RecordingAdam)
-    assert made.made_with == ((0.8, 0.9), False)
-    grads = {torch.bfloat16, torch.float32}
-    assert made.compiled_for == (grads, [torch.bfloat16]), "gradients read by users are fp32"
+    assert made.made_with == ((0.8, 0.9), False, FP32_STATES)
+    params, grads = [torch.bfloat16], {torch.bfloat16, torch.float32}
+    assert made.compiled_for == [(grads, params, FP32_STATES)], "gradients read by users are fp32"
+    made = kernel(CUDA, MIXED, dtypes=BF16_MASTERS)
+    assert isinstance(made, RecordingAdam)
+    of_both = [({torch.bfloat16}, params, dtypes) for dtypes in (BF16_MASTERS, BF16_STATES)]
+    assert made.compiled_for == of_both, "a load puts moments in the dtype of the masters"

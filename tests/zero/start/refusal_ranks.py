@@ -130,6 +130,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         {},
         nullcontext(),
     ),
+    "bf16 masters of an fp16 model": ({**FP16, "bf16.bf16_master_weights_and_grads": True}, {}, nullcontext()),
     "fp16 master weights": ({**FP16, "fp16.fp16_master_weights_and_grads": True}, {}, nullcontext()),
     "fp16 autocast": (
         {"bf16": None, "torch_autocast": {"enabled": True, "dtype": "float16"}},
@@ -143,7 +144,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         nullcontext(),
     ),
     "sgd": (CLIENT, {"optimizer": sgd}, nullcontext()),
-    "low-precision moments": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
+    "moments in the dtype of fp32 masters": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
     "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
     "caller accumulates with 0.19.4": (
         {"managed_gradient_accumulation": False},

@@ -23,14 +23,15 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "super_offload": ("offload_optimizer.super_offload: must be false, found True", 'remove "super_offload"'),
     "zenflow": ("zero_optimization.zenflow: must be absent, found topk_ratio=0.1", "Remove it"),
     "deepcompile": ("compile.deepcompile: must be false, found True", 'remove "deepcompile"'),
-    "bf16 master weights": ("bf16.bf16_master_weights_and_grads: must be false, found True", "remove it"),
-    "bf16 optimizer states": ("bf16.bf16_optimizer_states: must be false, found True", "remove it"),
+    "bf16 masters of an fp16 model": (
+        'bf16.bf16_master_weights_and_grads: needs "enabled": true in the block "bf16", found True',
+        "or remove the key",
+    ),
     "fp16 master weights": ("fp16.fp16_master_weights_and_grads: must be false, found True", "remove it"),
     "fp16 autocast": ("torch_autocast.dtype: must not be float16, found torch.float16", "use bfloat16"),
     "muon": ('optimizer.type: must be "Adam" or "AdamW", or absent, found muon', '"type": "AdamW"'),
     "torch adam": ("optimizer: must be DeepSpeedCPUAdam", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
     "sgd": ("found torch.optim.sgd.SGD", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    "low-precision moments": ("optimizer.fp32_optimizer_states: must be true, found False", "remove it"),
     "step hooks": ("optimizer (step hooks): must be none, found 1", "remove them"),
     "quantised gradients": ("zero_quantized_gradients: must be false, found True", "remove it"),
     "datastates": ("datastates_ckpt: must be absent, found {}", "decoupled writer saves in the background"),
@@ -72,6 +73,9 @@ PLUGIN = "DeepOptimizerStates_Stage3"
 ACCEPTED = {
     "numbers of other types": PLUGIN,
     "keys of PyTorch's AdamW": PLUGIN,
+    "moments in the dtype of fp32 masters": PLUGIN,
+    "bf16 master weights": PLUGIN,
+    "bf16 optimizer states": PLUGIN,
     "no optimizer": "DeepSpeedZeRoOffload",
     "no optimizer, no offload": "DeepSpeedZeRoOffload",
     "no optimizer, stage 0": "BF16_Optimizer",
@@ -79,7 +83,7 @@ ACCEPTED = {
 }
 
 REFUSED_WITH_THE_OPTIMIZER = {
-    *("torch adam", "sgd", "low-precision moments", "another accelerator", "streamed on a GPU", "step hooks"),
+    *("torch adam", "sgd", "another accelerator", "streamed on a GPU", "step hooks"),
     *("no learning rate", "learning rate in a tensor", "eps of adafactor", "weight decay as a string", "three betas"),
     *("one beta", "no beta", "amsgrad", "maximize"),
 }
