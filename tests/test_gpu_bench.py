@@ -204,6 +204,7 @@ def test_the_arms_that_others_are_compared_with_come_first() -> None:
     assert [job.arm for job in jobs[:3]] == [NO_OFFLOAD.name, STOCK.name, "ours, 8 GB"]
     trained = {(job.arm, tokens) for job in jobs for tokens in job.tokens}
     arms = {STOCK.name, NO_OFFLOAD.name, "ours, 8 GB", OURS_EMPTY.name, "Twin-Flow", FSDP2, TORCHAO, SUPER.name}
+    arms |= {f"{name}, bf16 states" for name in (STOCK.name, "ours, 8 GB")}
     assert trained == {(arm, tokens) for arm in arms for tokens in (16_384, 8_192)}
 
 

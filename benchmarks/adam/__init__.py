@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.adam import adam_cpu, adam_gpu
+from benchmarks.adam import adam_bf16, adam_cpu, adam_gpu
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import measured_profile
+from benchmarks.harness.targets import MEMORY_SHARE
 from deep_opt_states.host import machine
 from perf_model.prediction.hardware import HardwareProfile
 
@@ -28,7 +29,7 @@ CHART = Bars(
     "update rate",
     "update speedup over stock",
     "bandwidth",
-    "share of the in-place bandwidth",
+    MEMORY_SHARE,
     "share of a copy's bandwidth",
 )
 
@@ -45,6 +46,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
         yield Row(variant="GPU, ours", quantity="update rate", waived=NO_GPU)
     for threads in sorted({threads for threads in THREADS if threads < cores} | {cores}):
         yield from adam_cpu.compare(numel, threads, count)
+    yield from adam_bf16.compare(numel, cores, 3 * count)
     yield from _during_transfers(quick=quick)
 
 

@@ -33,6 +33,7 @@ from benchmarks.emulated.arms import FEW_ARMS, arms_of
 from benchmarks.emulated.chart import PredictedAndMeasured
 from benchmarks.emulated.prediction import PredictedArm, is_negligible, predict, windows_of
 from benchmarks.emulated.run import EmulatedRun, SmallModel, load_average
+from benchmarks.emulated.scaled_run import ScaledRun
 from benchmarks.emulated.small_copies import small_copy_rows
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
 from benchmarks.harness.rows import Row
@@ -53,15 +54,18 @@ SHARE_ON_ONE_GPU = 0.4
 RUNS = tuple(
     replace(node, model=model, micro_batch=micro_batch, small=SmallModel(layers=layers))
     for node in (
-        EmulatedRun(machine="a100-pcie4", ranks=4),
-        EmulatedRun(machine="h100-pcie5", ranks=4),
-        EmulatedRun(machine="gh200", ranks=1, gpu_memory_share=SHARE_ON_ONE_GPU),
+        ScaledRun(machine="a100-pcie4", ranks=4),
+        ScaledRun(machine="h100-pcie5", ranks=4),
+        ScaledRun(machine="gh200", ranks=1, gpu_memory_share=SHARE_ON_ONE_GPU),
     )
     for model, micro_batch, layers in (("7B", 1, 4), ("13B", 2, 5))
 )
 
-LONG_WINDOWS = EmulatedRun(machine="h100-pcie5", ranks=4, micro_batch=8)
+LONG_WINDOWS = ScaledRun(machine="h100-pcie5", ranks=4, micro_batch=8)
 """The run with forward and backward so long that nearly the whole update can overlap with them."""
+
+BF16_STATES = ScaledRun(machine="h100-pcie5", ranks=4, states="bf16")
+"""The run of which stock and the plugin both keep masters and moments in bf16."""
 
 NEARLY_EQUAL = 0.02
 """Arms whose predicted iterations differ by less than this share have no predicted order."""
@@ -91,8 +95,9 @@ def measure(*, quick: bool) -> Iterator[Row]:
         with run.emulated():
             yield from small_copy_rows(run, quick=quick)
     if not quick:
-        # Without small copies, which do not depend on the micro-batch.
-        yield from measure_run(LONG_WINDOWS, turns, only=FEW_ARMS)
+        # Without small copies, which depend neither on the micro-batch nor on the states.
+        for run in (LONG_WINDOWS, BF16_STATES):
+            yield from measure_run(run, turns, only=FEW_ARMS)
 
 
 def start_device() -> None:
@@ -102,11 +107,11 @@ def start_device() -> None:
     deepspeed.init_distributed(dist_backend=BACKEND)
 
 
-def measure_run(run: EmulatedRun, turns: Turns, *, only: Sequence[str] | None = None) -> Iterator[Row]:
+def measure_run(run: ScaledRun, turns: Turns, *, only: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows of the arms of one run, or of those that are named in ``only``, which begin with stock."""
-    with run.profile_for_planning() as profile, run.emulated() as passes:
+    with run.planned_by_plugin() as passes:
         load = load_average()
-        variants = [arm for arm in arms_of(run, profile) if only is None or arm.name in only]
+        variants = [arm for arm in arms_of(run) if only is None or arm.name in only]
         arms = train_in_turns(run, variants, passes, turns)
     predictions = [_predicted(run, arm) for arm in arms]
     for arm, predicted in zip(arms, predictions, strict=True):

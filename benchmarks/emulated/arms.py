@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated.run import EmulatedRun
+from benchmarks.emulated.scaled_run import ScaledRun
 from benchmarks.harness.variants import NO_OVERLAP, STOCK, Variant, ours
 
 WITHOUT = "no overlap"
@@ -35,12 +34,11 @@ SHARED = {
 }
 
 
-def arms_of(run: EmulatedRun, profile: Path) -> list[Variant]:
-    """Return the arms of ``run``, stock first. ``profile`` is the file with which the plugin plans."""
+def arms_of(run: ScaledRun) -> list[Variant]:
+    """Return the arms of ``run``, stock first."""
     # The software GPU has far more free memory than this margin, so that memory never counts as short.
-    memory = {"gpu_memory_gb": run.gpu_memory_gb, "gpu_memory_margin_gb": 0.1}
-    planned = {"placement": "planned", "profile": str(profile), **memory}
-    placements = PLACEMENTS | {"planned": planned}
+    memory = {"gpu_memory_gb": run.free_gb, "gpu_memory_margin_gb": 0.1}
+    placements = PLACEMENTS | {"planned": {"placement": "planned", **memory}}
     arms = [STOCK]
     for name, placement in placements.items():
         arms += [
@@ -48,7 +46,7 @@ def arms_of(run: EmulatedRun, profile: Path) -> list[Variant]:
             ours(f"{name}, overlap", **SHARED, **placement),
         ]
     costed = [replace(arm, measures_cost=arm.name in COSTED) for arm in arms]
-    return [replace(arm, zero=run.zero, clipping=NEVER_CLIPS) for arm in costed]
+    return [replace(arm, zero=run.zero, clipping=NEVER_CLIPS, states=run.states) for arm in costed]
 
 
 FEW_ARMS: Sequence[str] = (

@@ -14,19 +14,24 @@ from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from tests.software_gpu import device
 
 ADAM = "_optimizer_step"
 PUBLISHES = "_reassign_or_swap_out_partitioned_parameters"
 """The method that also copies the parameters to the GPU."""
 
-STOCK_PASSES = {
-    # Bytes of host memory per parameter, which add up to those of ``stock_traffic_by_action``.
-    "unscale_and_clip_grads": 8,
-    ADAM: 28,
-    PUBLISHES: 6,
-}
-"""The methods of stock's optimizer that do one pass each. The plugin overrides them without calling them."""
+
+def stock_passes(widths: Widths) -> dict[str, int]:
+    """Return the methods of stock's optimizer that do one pass each, with the bytes of host memory per parameter.
+
+    They add up to those of ``stock_traffic_by_action``. The plugin overrides the methods without calling them.
+    """
+    return {
+        "unscale_and_clip_grads": 2 * widths.master,
+        ADAM: 2 * widths.states + widths.master,
+        PUBLISHES: widths.master + widths.param if widths.rounds else 0,
+    }
 
 
 class HostPasses:
@@ -37,11 +42,12 @@ class HostPasses:
     stock's Adam has taken so far.
     """
 
-    def __init__(self, cost: CostModel, stock: CostModel, per_s: float) -> None:
+    def __init__(self, cost: CostModel, stock: CostModel, per_s: float, widths: Widths = SIXTEEN_BIT) -> None:
         self.take_time = False
         self.stock_adam_s = 0.0
         self._ours, self._stock = (model.per_param[ActionKind.CPU_STEP] for model in (cost, stock))
-        assert self._stock[Resource.DRAM] == sum(STOCK_PASSES.values())
+        self._stock_passes = stock_passes(widths)
+        assert self._stock[Resource.DRAM] == sum(self._stock_passes.values())
         self._per_s = per_s
 
     @contextmanager
@@ -49,7 +55,7 @@ class HostPasses:
         """Wrap the passes inside this context."""
         with ExitStack() as patches:
             patches.enter_context(mock.patch.object(FusedAdam, "update_ranges", self._fused(FusedAdam.update_ranges)))
-            for name, num_bytes in STOCK_PASSES.items():
+            for name, num_bytes in self._stock_passes.items():
                 method = getattr(DeepSpeedZeroOptimizer_Stage3, name)
                 wrapped = self._stock_pass(method, num_bytes)
                 patches.enter_context(mock.patch.object(DeepSpeedZeroOptimizer_Stage3, name, wrapped))

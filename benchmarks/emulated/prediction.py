@@ -47,15 +47,17 @@ def predict(
     if plan is None:
         workload = run.workload(numels)
         plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.CPU), num_slots=1)
-        update_s = simulate(serial_schedule(plan.placements), workload, CostModel.for_stock(run.profile)).end_s
+        update_s = simulate(
+            serial_schedule(plan.placements), workload, CostModel.for_stock(run.profile, run.widths)
+        ).end_s
         slowed_s = 0.0
-        exposed_s, gradients = update_s, GradientPath.for_stock(plan)
+        exposed_s, gradients = update_s, GradientPath.for_stock(plan, run.widths)
     else:
         workload = run.workload([unit.numel for unit in plan.workload.units])
         plan = replace(plan, workload=workload)
         backward_s, forward_s = windows.backward_s / run.slowdown, windows.forward_s / run.slowdown
         windows = replace(windows, backward_s=backward_s, forward_s=forward_s)
-        cost = CostModel.from_profile(run.profile)
+        cost = CostModel.from_profile(run.profile, run.widths)
         timeline = simulate(plan.schedule, workload, cost, windows)
         update_s, (exposed_s, slowed_s) = timeline.end_s, windows.added_time(timeline, workload, cost)
         gradients = GradientPath.for_plan(plan)

@@ -26,6 +26,7 @@ from perf_model.prediction.slowdown import Slowdown
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import TRAINING_SHARE
@@ -84,6 +85,7 @@ class EmulatedRun:
     gpu_memory_share: float = SHARE_FOR_UPDATES
     small: SmallModel = field(default_factory=lambda: SmallModel(layers=4))
     forward_slowdown: Slowdown = MEASURED_SLOWDOWN
+    states: str = "fp32"
 
     @cached_property
     def job(self) -> Job:
@@ -95,7 +97,13 @@ class EmulatedRun:
             micro_batch=self.micro_batch,
             sequence=SEQUENCE,
             recompute=False,
+            states=self.states,
         )
+
+    @property
+    def widths(self) -> Widths:
+        """Return the bytes of the run's states."""
+        return self.job.setup.widths
 
     @cached_property
     def profile(self) -> HardwareProfile:
@@ -124,6 +132,7 @@ class EmulatedRun:
             "slowdown": round(self.slowdown, 2),
             "parameters": self.small.parameters,
             "parameters_each_stands_for": round(self.scale),
+            **({} if self.states == "fp32" else {"states": self.states}),
         }
 
     def workload(self, numels: list[int]) -> Workload:
@@ -170,7 +179,7 @@ class EmulatedRun:
     @contextmanager
     def emulated(self) -> Iterator[HostPasses]:
         """Emulate the machine inside this context. Yield the passes of CPU updates, which take emulated time, too."""
-        cost, stock = CostModel.from_profile(self.profile), CostModel.for_stock(self.profile)
+        cost, stock = (make(self.profile, self.widths) for make in (CostModel.from_profile, CostModel.for_stock))
         per_s = 1 / (self.scale * self.slowdown)
         rates = settings.MachineRates(
             h2d=cost.capacities[Resource.H2D] * per_s,
@@ -186,7 +195,7 @@ class EmulatedRun:
             # Each layer of the small model stands for several layers, whose products take as long together.
             kernels_per_product=max(1, round(self.job.shape.layers / self.small.layers)),
         )
-        passes = HostPasses(cost, stock, per_s)
+        passes = HostPasses(cost, stock, per_s, self.widths)
         with ExitStack() as patches:
             patches.enter_context(plugged.plugged(settings.Settings(rates=rates, execute_first=True, trace=True)))
             patches.enter_context(passes.applied())

@@ -25,6 +25,12 @@ class ScaledRun(EmulatedRun):
     """A training run whose small model trains on a machine that is scaled to it in everything."""
 
     @property
+    def free_gb(self) -> float:
+        """Return the gigabytes of each GPU that training leaves for the states."""
+        assert self.profile.gpu_memory_bytes is not None
+        return self.gpu_memory_share * self.profile.gpu_memory_bytes / GB
+
+    @property
     def memory_bytes(self) -> int:
         """Return the memory of the scaled GPU."""
         assert self.profile.gpu_memory_bytes is not None

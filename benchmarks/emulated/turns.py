@@ -1,6 +1,7 @@
 """Train all arms of a run on an EMULATED machine in turns, and measure emulated seconds.
 
-All engines exist at once. They warm up without emulated time. Then each arm trains for a few iterations in every turn,
+All engines exist at once. They warm up without emulated time, except those for which the plugin plans: their plan
+follows what it measures, and then stays. Then each arm trains for a few iterations in every turn,
 and the first iteration of a turn is not counted, since it follows no update that it could overlap with.
 """
 
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.emulated.run import EmulatedRun
-from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
+from benchmarks.harness.interleaved_runs import ADAPTING, batch_for, engine_for, weights_digest
 from benchmarks.harness.overrides import without_updates
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.record import MeasuredUpdate
@@ -142,8 +143,14 @@ class Arm:
         self.losses += [float(loss) for loss in losses]
 
     def warm_up(self, setting: Any) -> None:
-        """Train without counting anything."""
-        self.train(setting, WARM_UP)
+        """Train without counting anything, in emulated time only if the plugin plans."""
+        if self.variant.block is not None and self.variant.block["placement"] == "planned":
+            self.passes.take_time = True
+            self.train(setting, ADAPTING)
+            self.passes.take_time = False
+        else:
+            with settings.changed(rates=settings.MachineRates()):
+                self.train(setting, WARM_UP)
         device.take_spans()
         if self.variant.block is not None:
             self.plan = self.engine.optimizer.plan
@@ -200,18 +207,19 @@ def _computes(span: device.TaskSpan) -> bool:
 def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPasses, turns: Turns) -> list[Arm]:
     """Return the arms with their measurements. The order alternates from turn to turn."""
     with ExitStack() as engines:
-        # The planned arms keep their first plan. The iterations after the start, whose forward and backward take no
-        # emulated time, would lead to another one.
-        engines.enter_context(mock.patch.object(GpuMemory, "_plan", return_value=False))
         passes.take_time = False
-        with settings.changed(rates=settings.MachineRates()):
-            arms = []
-            for variant in variants:
-                # DeepSpeed formats every parameter for its log, which takes most of the time to create an engine.
-                with mock.patch.object(torch.nn.Parameter, "__repr__", object.__repr__):
-                    engine = engines.enter_context(engine_for(variant, run.small))
-                arms.append(Arm.create(variant, engine, passes))
-                arms[-1].warm_up(run.small)
+        arms = []
+        for variant in variants:
+            # DeepSpeed formats every parameter for its log, which takes most of the time to create an engine.
+            with (
+                settings.changed(rates=settings.MachineRates()),
+                mock.patch.object(torch.nn.Parameter, "__repr__", object.__repr__),
+            ):
+                engine = engines.enter_context(engine_for(variant, run.small))
+            arms.append(Arm.create(variant, engine, passes))
+            arms[-1].warm_up(run.small)
+        # The turns of one arm must all run the same plan.
+        engines.enter_context(mock.patch.object(GpuMemory, "_plan", return_value=False))
         passes.take_time = True
         for turn in range(turns.turns):
             for arm in arms if turn % 2 == 0 else reversed(arms):

@@ -88,6 +88,11 @@ def ours_limited(setting: Qwen3) -> Variant:
     return planned(f"ours, {setting.gpu_memory_gb:g} GB")
 
 
+def with_bf16_states(variant: Variant) -> Variant:
+    """Return the variant with master weights and moments in bf16. It is compared with stock's own bf16 states."""
+    return replace(variant, name=f"{variant.name}, bf16 states", states="bf16")
+
+
 MODELS = {
     "tiny": Qwen3(
         layers=3,
@@ -129,7 +134,9 @@ class ArmJob:
     @property
     def variant(self) -> Variant | None:
         """Return how DeepSpeed's engine is configured; None for an arm without it."""
-        variants = (STOCK, NO_OFFLOAD, ours_limited(self.setting), OURS_EMPTY, SUPER, twin_flow(self.setting))
+        limited = ours_limited(self.setting)
+        variants = [STOCK, NO_OFFLOAD, limited, OURS_EMPTY, SUPER, twin_flow(self.setting)]
+        variants += map(with_bf16_states, (STOCK, limited))
         return next((variant for variant in variants if variant.name == self.arm), None)
 
     def waived_reason(self) -> str | None:
@@ -162,9 +169,11 @@ def timed_jobs(model: str, tokens: Sequence[int]) -> list[ArmJob]:
     def job(arm: str, *tokens: int) -> ArmJob:
         return ArmJob(arm=arm, model=model, tokens=tokens)
 
-    limited = ours_limited(MODELS[model]).name
+    ours_with_limit = ours_limited(MODELS[model])
+    limited = ours_with_limit.name
     first, *later = tokens
-    others = (FSDP2, "Twin-Flow", SUPER.name, TORCHAO)
+    bf16_states = (with_bf16_states(variant).name for variant in (STOCK, ours_with_limit))
+    others = (*bf16_states, FSDP2, "Twin-Flow", SUPER.name, TORCHAO)
     return [
         job(NO_OFFLOAD.name, *tokens),
         job(STOCK.name, *tokens),

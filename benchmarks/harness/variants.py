@@ -15,6 +15,7 @@ from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.overrides import bound_to_physical_cores, stocks_cpu_kernel
 from benchmarks.harness.setting import TrainingSetting
 from deep_opt_states.host import machine
+from perf_model.cli.plan_json import KEYS_OF_STATES
 from perf_model.units import GB
 
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
@@ -47,6 +48,8 @@ class Variant:
     zero: Mapping[str, Any] = field(default_factory=dict)
     block: Mapping[str, Any] | None = None
     clipping: float = 1.0
+    states: str = "fp32"
+    """The dtypes of masters and moments, a value of ``plan --states``."""
     offloads: bool = True
     limits_gpu_memory: bool = False
     """Whether the variant may use ``TrainingSetting.accelerator_bytes`` and no more."""
@@ -83,6 +86,8 @@ class Variant:
             zero["offload_optimizer"] = {"device": "cpu", **self.offload}
         # DeepSpeed 0.19.8 clips to 1.0 unless the config sets a value.
         configured = {**config, "zero_optimization": zero, "gradient_clipping": self.clipping}
+        if keys := KEYS_OF_STATES[self.states]:
+            configured["bf16"] = {**config["bf16"], **dict.fromkeys(keys, True)}
         if self.block is not None:
             memory = {"gpu_memory_gb": setting.accelerator_bytes / GB} if self.limits_gpu_memory else {}
             configured["deep_optimizer_states"] = {**memory, **self.block}
