@@ -36,7 +36,7 @@ MAX_MESSAGES, MAX_KEYS = 5, 100
 
 _RETIRED = {
     "untested_deepspeed": "an untested release gives a warning. To exclude it, pin DeepSpeed in your environment.",
-    "split_masters": "masters are fp32. A later release will save memory with DeepSpeed's bf16 optimizer states.",
+    "split_masters": 'DeepSpeed\'s "bf16_master_weights_and_grads" and "bf16_optimizer_states" save memory.',
     "gpu_fraction": 'use "placement": "planned", or "stride" with "update_stride": 2 to stream every second unit.',
 }
 """The replacement of each key of an earlier release that is refused."""

@@ -254,7 +254,7 @@ def test_an_invalid_placement_is_answered_with_the_one_that_was_meant(placement:
     ("key", "remedy"),
     [
         ("untested_deepspeed", "pin DeepSpeed in your environment"),
-        ("split_masters", "bf16 optimizer states"),
+        ("split_masters", "bf16_optimizer_states"),
         ("gpu_fraction", '"placement": "planned", or "stride" with "update_stride": 2'),
     ],
 )

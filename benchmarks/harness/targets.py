@@ -204,13 +204,13 @@ TARGETS = (
         quantity=EMULATED_SPEEDUP,
         on_gpu=False,
         at_least=2.0,
-        where={"machine": EMULATED_H100, "micro_batch": 1},
+        where={"machine": EMULATED_H100, "micro_batch": 1, "states": None},
     ),
     EMULATED_COST_AT_MICRO_BATCH_8,
     replace(
         EMULATED_COST_AT_MICRO_BATCH_8,
         description="EMULATED H100, micro-batch 1, 8 GB of GPU memory: cost of the update at most 10 % of stock's",
-        where={"machine": EMULATED_H100, "micro_batch": 1, "gpu_memory_share": 0.1},
+        where={"machine": EMULATED_H100, "micro_batch": 1, "gpu_memory_share": 0.1, "states": None},
     ),
     Target(
         description="EMULATED: error of predicted iterations at most 5 %",

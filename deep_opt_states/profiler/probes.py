@@ -191,6 +191,7 @@ class HostStates:
         # By default, DeepSpeed accumulates the gradients of a bf16 model in bf16.
         widths = Widths(param=2, grad=2)
         self.kernel = kernel
+        self.publishes = not device.shares_host_memory
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.slab = device.host_slab(widths.slab_bytes(workload))
         on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(SUB_GROUPS)]
@@ -214,10 +215,16 @@ class HostStates:
 
 
 class Updates:
-    """Adam steps of ``kernel`` on ``states``."""
+    """Adam steps of ``kernel`` on ``states``, whose gradients are multiplied by the ``grad_scales`` in turn.
 
-    def __init__(self, states: Sequence[AdamTensors], kernel: AdamKernel) -> None:
+    By default they are not clipped. Stock scales them in place, so that the scales must alternate.
+    """
+
+    def __init__(
+        self, states: Sequence[AdamTensors], kernel: AdamKernel, grad_scales: Sequence[float] = (1.0,)
+    ) -> None:
         self.states = states
+        self._grad_scales = grad_scales
         self.numel = sum(state.master.numel() for state in states)
         self._kernel = kernel
         self._step = 0
@@ -239,8 +246,7 @@ class Updates:
             eps=1e-8,
             weight_decay=0.01,
             bias_correction=True,
-            # The scale alternates: stock scales the gradient in place, which would leave the range of fp32.
-            grad_scale=2.0 if self._step % 2 else 0.5,
+            grad_scale=self._grad_scales[self._step % len(self._grad_scales)],
         )
         self._kernel.begin_step([step] * len(self.states))
 
@@ -264,20 +270,25 @@ class Updates:
 
 def host_updates(memory: HostStates, quantity: str, dtypes: StateDtypes) -> Probe:
     """Return a probe of the work of a CPU_STEP of training, on the thread that touched ``memory`` first."""
-    updates = Updates([_with_dtypes(tensors, dtypes) for tensors in memory.sub_groups], memory.kernel)
+    updates = Updates([_with_dtypes(tensors, dtypes, memory) for tensors in memory.sub_groups], memory.kernel)
     return lambda: {quantity: updates.params_per_s(memory.thread.submit(updates.step).result())}
 
 
-def _with_dtypes(tensors: AdamTensors, dtypes: StateDtypes) -> AdamTensors:
-    """Return the fp32 states as states with ``dtypes``, at the start of the same memory."""
+def _with_dtypes(tensors: AdamTensors, dtypes: StateDtypes, memory: HostStates) -> AdamTensors:
+    """Return the fp32 states as states with ``dtypes``, at the start of the same memory.
+
+    Masters in the model's dtype are published themselves, unless the CPU writes the parameters of the model.
+    """
     views = {name: getattr(tensors, name).view(dtype)[: tensors.grad.numel()] for name, dtype in dtypes.by_name.items()}
-    return replace(tensors, **views, param=None if dtypes.master == tensors.grad.dtype else tensors.param)
+    is_published = memory.publishes and dtypes.master == tensors.grad.dtype
+    return replace(tensors, **views, param=None if is_published else tensors.param)
 
 
 def stock_updates(kernel: AdamKernel, memory: HostStates, device: Device[Any]) -> Probe:
     """Return a probe of stock's ``kernel`` on the caller's thread, with fp32 gradients that it scales in place."""
     in_fp32 = [replace(state, grad=device.empty_host(state.grad.numel(), torch.float32)) for state in memory.sub_groups]
-    updates = Updates(in_fp32, kernel)
+    # Another product would leave the range of fp32.
+    updates = Updates(in_fp32, kernel, grad_scales=(0.5, 2.0))
     return lambda: {"stock_cpu_adam_params_per_s": updates.params_per_s(updates.step())}
 
 

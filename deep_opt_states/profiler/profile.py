@@ -212,7 +212,7 @@ def _entries(
     """Return the probes by their quantities, in the same order on all ranks. ``reserved`` frees their host memory."""
     cache_bytes = CACHE_MULTIPLE * (machine.last_level_cache_bytes() or 0) // on_node
     copy_bytes = max(effort.copy_bytes, cache_bytes // 2)  # each direction has such a buffer
-    update_numel = max(effort.update_numel, cache_bytes // 16)  # p, m and v in fp32, two tensors in bf16
+    update_numel = max(effort.update_numel, cache_bytes // 8)  # p, m, v and the gradient in bf16
     rows = min(effort.matrix_size, CPU_MATRIX_SIZE) if device is None else effort.matrix_size
     small_bytes = SMALL_HOST_COPY_BYTES * torch.get_num_threads() if device is None else SMALL_COPY_BYTES
     gathered_bytes = int(effort.copy_bytes * (GATHERED_SHARE_ON_CPU if device is None else GATHERED_SHARE))

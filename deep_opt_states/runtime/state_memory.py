@@ -76,7 +76,7 @@ class StateMemory:
         params_on_host: bool = False,
     ) -> None:
         widths = widths_of(params[0], grad_dtype, device, dtypes, params_on_host=params_on_host)
-        self._dtypes, self._grad_dtype = dtypes, grad_dtype
+        self.dtypes, self._grad_dtype = dtypes, grad_dtype
         self._device = device
         self._params = list(params)
         self._publishes = widths.publishes
@@ -106,11 +106,11 @@ class StateMemory:
         self.units = units
 
     def narrow_moments(self) -> None:
-        """Keep moments in the dtype of the masters from now on, at the start of their memory. Their values are lost.
+        """Keep moments in the dtype of the masters from now on, at the start of their memory, without their values.
 
         ``set_plan`` must follow. Nothing may be in flight.
         """
-        self._dtypes = StateDtypes(self._dtypes.master, self._dtypes.master)
+        self.dtypes = StateDtypes(self.dtypes.master, self.dtypes.master)
         self._shadows = {}
         self.sub_groups = self._lay_out()
 
@@ -144,7 +144,7 @@ class StateMemory:
         self._slab.close()
 
     def _lay_out(self) -> list[SubGroupTensors]:
-        by_name = {**self._dtypes.by_name, "grad": self._grad_dtype, "rounded": self._params[0].dtype}
+        by_name = {**self.dtypes.by_name, "grad": self._grad_dtype, "rounded": self._params[0].dtype}
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in self._params]
         for tensor in self._slab_tensors:
             tensors[tensor.sub_group][tensor.name] = self._slab.tensor(
@@ -163,7 +163,7 @@ class StateMemory:
             part.grad = part.of_unit(grad)
             part.staged = None if staging is None else part.of_unit(staging.narrow(0, 0, unit.length))
         if placement is Placement.RESIDENT:
-            state.resident = Resident(Slot.reserve(self._device, unit.length, self._dtypes))
+            state.resident = Resident(Slot.reserve(self._device, unit.length, self.dtypes))
         return state
 
     def _part(self, run: Range, offset: int, packing: Packing | None) -> UnitPart:
@@ -220,17 +220,19 @@ class StateMemory:
         return self._shadows.get(ranges) or [self._second_version(part) for part in parts]
 
     def _second_version(self, part: UnitPart) -> UpdatedStates:
-        numel, dtypes = part.elements.numel, self._dtypes.by_name
-        # Pageable, unless it is published: then only the CPU reads and writes it.
-        pageable = {name: dtype for name, dtype in dtypes.items() if name != "master" or not part.publishes_master}
-        slab = HostSlab(sum(aligned(numel * dtype.itemsize) for dtype in pageable.values()))
+        numel, dtypes = part.elements.numel, self.dtypes.by_name
+        # A copy engine reads masters that are published. All else is pageable: only the CPU reads and writes it.
+        is_locked = part.publishes_master and self._publishes
+        pageable = [name for name in dtypes if name != "master" or not is_locked]
+        slab = HostSlab(sum(aligned(numel * dtypes[name].itemsize) for name in pageable))
         states, offset_bytes = {}, 0
-        for name, dtype in dtypes.items():
-            if name not in pageable:
-                states[name] = self._device.empty_host(numel, dtype)
-                continue
-            states[name] = slab.tensor(offset_bytes, numel, dtype)
-            offset_bytes += aligned(numel * dtype.itemsize)
+        for name in pageable:
+            states[name] = slab.tensor(offset_bytes, numel, dtypes[name])
+            offset_bytes += aligned(numel * dtypes[name].itemsize)
+        if is_locked:
+            locked = self._device.host_slab(numel * dtypes["master"].itemsize)
+            states["master"] = locked.tensor(0, numel, dtypes["master"]).zero_()
+            locked.lock()
         return UpdatedStates(**states)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:

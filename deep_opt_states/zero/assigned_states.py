@@ -73,7 +73,7 @@ class AssignedStates:
 
     @property
     def masters(self) -> list[Any]:
-        """Return the fp32 parameters by sub-group, which are the keys of the states, without a wait for the update."""
+        """Return the masters by sub-group, which are the keys of the states, without a wait for the update."""
         return vars(self._optimizer)["fp32_partitioned_groups_flat"]
 
     def __getitem__(self, sub_group_id: int) -> dict[str, Any]:
@@ -87,13 +87,12 @@ class AssignedStates:
 
     @property
     def moments_were_narrowed(self) -> bool:
-        """Return whether stock's load has put moments in the dtype of the masters, which have fewer bits than ours."""
-        return any(
-            _is_tensor(state.get(key)) and state[key].dtype == own.master.dtype != getattr(own, key).dtype
-            for index, own in enumerate(self._memory.sub_groups)
-            for state in [self[index]]
-            for key in MOMENTS
-        )
+        """Return whether a load or a script has put moments in the dtype of the masters, which is not that of ours."""
+        dtypes = self._memory.dtypes
+        if dtypes.moment == dtypes.master:
+            return False
+        listed = (self[index].get(key) for index in range(len(self.masters)) for key in MOMENTS)
+        return any(isinstance(tensor, torch.Tensor) and tensor.dtype == dtypes.master for tensor in listed)
 
     def refusal(self) -> StateRefused | None:
         """Return the error if the next update cannot use the states that a script has assigned. Change nothing."""

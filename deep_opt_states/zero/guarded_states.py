@@ -100,7 +100,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         self._gradients.mark_set_by_user([param])
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``, in fp32 and of the whole shape.
+        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``, of the whole shape.
 
         This is a collective over the ranks that share these parameters.
         """
@@ -176,11 +176,20 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
 
-    def _adopt_loaded_states(self) -> None:
-        """Copy the loaded moments into our memory; without any, as before stock's first step, start from zeros."""
+    def _narrow_moments(self) -> None:
+        """Keep moments in the dtype of the masters if a load, also an interrupted one, or a script has put them there.
+
+        Stock updates the tensors that its optimizer lists, whatever their dtype is.
+        """
         if self._states.moments_were_narrowed:
+            self._wait_for_states()
+            self._wait_for_reduction()
             self._running.executor.run_uninterrupted(self._running.narrow_moments)
             log_rank_0("moments are in the dtype of the master weights from now on: DeepSpeed's load converts them")
+
+    def _adopt_loaded_states(self) -> None:
+        """Copy the loaded moments into our memory; without any, as before stock's first step, start from zeros."""
+        self._narrow_moments()
         self._states.adopt()
         if self._update.failed:
             # The kernels disagree about the step count, and norms of the failed step are left: reset both.

@@ -235,6 +235,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         if self._gpu_memory is not None:
             self._gpu_memory.observe()
             self._update.memory_is_short = self._gpu_memory.is_short
+        self._narrow_moments()
         # As a section: an exception of a signal handler in it would look like one of the states that it reads.
         self._update.refusal = self._running.executor.run_uninterrupted(self._states.refusal)
         self._update.synchronize_ranks(raise_failure=False, flushed=False)

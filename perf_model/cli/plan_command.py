@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
     for line in lines:
         show(line)
     if not options.json:
-        print("\nPaste into your DeepSpeed config:")
+        optimizer = ' bf16 moments also need an "optimizer" there.' if inputs.job.states == "bf16" else ""
+        print(f"\nPaste into your DeepSpeed config:{optimizer}")
     print(json.dumps(printed, indent=2))
     return 0
 
@@ -98,7 +99,7 @@ def _verdict(found: Forecast, inputs: Inputs, where: str) -> str:
         fits = f"{name} fits {where} ({need}, {seconds(no_offload.iteration_s, DIGITS)} per iteration)."
         faster = significant(no_offload.iteration_s / predicted.iteration_s, DIGITS)
         compared.append(f"{faster} times as fast as without offloading")
-    elif Placement.STREAMED in found.cost.placements:
+    elif no_offload.reason.startswith("does not fit"):
         fits = f"{name} does not fit {where} ({need})."
     else:
         fits = f"Training {where} is not predicted: {no_offload.reason}."

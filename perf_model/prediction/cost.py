@@ -67,19 +67,21 @@ def traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, BytesPer
 
     CPU_STEP is one pass. It reads and writes p, m and v, reads the gradient, and writes rounded parameters. If nothing
     is published, it writes the model's parameters in any case, and GPU_STEP copies them down. SPECULATE is the same
-    pass to the other version of the states, and COMMIT moves nothing. If nothing is published, COMMIT also stands for
-    the copy of an eager unit's parameters to the model, since PUBLISH has no cost there.
+    pass to the other version of the states, without the model's parameters, and COMMIT moves nothing. If nothing is
+    published, COMMIT also stands for the copy of an eager unit's parameters to the model, since PUBLISH has no cost
+    there.
     """
     staged = widths.states
     published, copied_down = (widths.param, 0) if widths.publishes else (0, widths.param)
     written = widths.param if widths.rounds or not widths.publishes else 0
     cpu_step = BytesPerParam(dram=2 * staged + widths.grad + written)
+    speculate = BytesPerParam(dram=2 * staged + widths.grad + (widths.param if widths.rounds else 0))
     return {
         ActionKind.PREFETCH: BytesPerParam(h2d=staged, dram=staged),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
         ActionKind.FLUSH_STATES: BytesPerParam(d2h=staged, dram=staged),
         ActionKind.CPU_STEP: cpu_step,
-        ActionKind.SPECULATE: cpu_step,
+        ActionKind.SPECULATE: speculate,
         ActionKind.COMMIT: BytesPerParam(dram=2 * copied_down),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
     }
@@ -206,10 +208,11 @@ class CostModel:
 
         Its rate was measured with fp32 states. With others, it is that rate times the bytes that it moves less.
         """
-        traffic = stock_traffic_by_action(widths)
-        fp32_bytes = stock_traffic_by_action()[ActionKind.CPU_STEP].dram
-        less = fp32_bytes / traffic[ActionKind.CPU_STEP].dram if widths.master < FP32_BYTES else 1.0
-        return cls._from_traffic(profile, traffic, less * profile.rate("stock_cpu_adam_params_per_s"), widths)
+        if not profile.has_accelerator and not widths.rounds and widths.param < FP32_BYTES:
+            # The masters are copied to the parameters of the model.
+            widths = replace(widths, publishes=False)
+        rate = stock_speed_up(widths) * profile.rate("stock_cpu_adam_params_per_s")
+        return cls._from_traffic(profile, stock_traffic_by_action(widths), rate, widths)
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, widths: Widths = SIXTEEN_BIT) -> CostModel:
@@ -282,7 +285,15 @@ def cpu_adam_params_per_s(profile: HardwareProfile, widths: Widths) -> float:
     measured, fp32 = profile.get(CPU_ADAM[widths.master, widths.moment]), profile.rate("cpu_adam_params_per_s")
     if measured is not None:
         return measured
-    return fp32 * gpu_step_bytes() / gpu_step_bytes(replace(SIXTEEN_BIT, master=widths.master, moment=widths.moment))
+    return fp32 * traffic_by_action()[ActionKind.CPU_STEP].dram / traffic_by_action(widths)[ActionKind.CPU_STEP].dram
+
+
+def stock_speed_up(widths: Widths) -> float:
+    """Return how many times as fast stock's CPU update is as with fp32 states, if host memory limits both."""
+    if widths.master == FP32_BYTES:
+        return 1.0
+    fp32, other = (stock_traffic_by_action(each)[ActionKind.CPU_STEP].dram for each in (SIXTEEN_BIT, widths))
+    return fp32 / other
 
 
 def _dram_capacity(profile: HardwareProfile) -> float:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from perf_model.plan_request import PlanRequest
-from perf_model.prediction.cost import CostModel
+from perf_model.prediction.cost import CostModel, stock_speed_up
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import (
     GPU_MARGIN_BYTES,
@@ -267,7 +267,7 @@ class Forecast:
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
         if (step_params_per_s := self._profile.get("stock_step_params_per_s")) is not None:
             # The rate includes what the simulation lacks: norm, unscaling and the search for inf.
-            update_s = max(update_s, plan.numel(Placement.CPU) / step_params_per_s)
+            update_s = max(update_s, plan.numel(Placement.CPU) / (stock_speed_up(widths) * step_params_per_s))
         rates = replace(self._rates, overheads=self._rates.overheads.of_stock)
         return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan, widths))
 

@@ -75,6 +75,7 @@ class VirtualDevice:
     """
 
     runs_when_issued = False
+    shares_host_memory = False
 
     def __init__(self, copy_s: Sequence[float] = (), issue_s: float = 0.0) -> None:
         self.now_s = 0.0

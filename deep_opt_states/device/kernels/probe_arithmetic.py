@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 
 @cache
 def find_arithmetic(dtypes: StateDtypes) -> Arithmetic | None:
-    """Return the first candidate with stock's bits in both modes of Adam, if any. Raise ``KernelUnavailable``."""
-    expected = {adamw: _train(StockAdam(TRIALS, BETAS, adamw=adamw), dtypes) for adamw in (True, False)}
+    """Return the first candidate with stock's bits in both modes of Adam, if any. Raise ``KernelUnavailable``.
+
+    A load may put the moments in the dtype of the masters, so that these are tried, too.
+    """
+    tried = list(product((True, False), dict.fromkeys((dtypes, StateDtypes(dtypes.master, dtypes.master)))))
+    expected = [_train(StockAdam(TRIALS, BETAS, adamw=adamw), each) for adamw, each in tried]
     for candidate in CANDIDATES:
-        found = {adamw: _train(FusedAdam(candidate, BETAS, adamw=adamw, num_threads=1), dtypes) for adamw in expected}
-        if all(torch.equal(found[adamw], expected[adamw]) for adamw in expected):
+        kernels = (FusedAdam(candidate, BETAS, adamw=adamw, num_threads=1) for adamw, _ in tried)
+        found = [_train(kernel, each) for kernel, (_, each) in zip(kernels, tried, strict=True)]
+        if all(map(torch.equal, found, expected)):
             return candidate
     return None
 

@@ -117,7 +117,7 @@ def check_free_memory(
                 f"The optimizer states {place} must fit into {limit}, of which {size(allowed_bytes)} are free; "
                 f"found {size(needed_bytes)} needed, by {sharing} rank{'' if sharing == 1 else 's'} with "
                 f"{_contents(slab_bytes, numel)}{and_eager} each.\n"
-                f"{without_eager}{remedy}, or train on more nodes."
+                f"{without_eager}{remedy}, train on more nodes, or keep states in bf16, which changes the numerics."
             )
 
 
@@ -143,4 +143,4 @@ def check_locking(slab_bytes: int, numel: int, device: Device[Any], limit_bytes:
 
 
 def _contents(slab_bytes: int, numel: int) -> str:
-    return f"{size(slab_bytes)} for {numel:,} parameters (masters and moments, gradients, 16-bit parameters)"
+    return f"{size(slab_bytes)} for {numel:,} parameters (masters and moments, gradients, rounded parameters)"

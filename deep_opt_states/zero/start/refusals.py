@@ -171,6 +171,13 @@ _CONFIG = (
         "Set that, or remove the key: the master weights and the model must both be bf16.",
         lambda config: config.bfloat16_config.bf16_master_weights_and_grads and not config.bfloat16_config.enabled,
     ),
+    Rule(
+        "data_types.grad_accum_dtype",
+        "must not be fp16 with bf16_master_weights_and_grads",
+        "The kernels have no fp16 gradients of bf16 masters: remove the key, or use bf16 or fp32.",
+        lambda config: config.grad_accum_dtype if config.bfloat16_config.bf16_master_weights_and_grads else None,
+        (None, "bf16", "bfloat16", "fp32", "float32", "float"),
+    ),
     _off(
         "fp16.fp16_master_weights_and_grads",
         "The plugin keeps the states of an fp16 model in fp32, as stock DeepSpeed does by default: remove it.",

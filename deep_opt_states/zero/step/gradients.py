@@ -89,6 +89,13 @@ class Gradients:
                 if segment.buffer.device_accumulator is not None:
                     segment.view(segment.buffer.grad).copy_(segment.view(segment.buffer.accumulator))
 
+    def copy_open_sums_from_host(self) -> None:
+        """Copy open sums from host memory to new accumulators of CPU units. No gradient is being reduced."""
+        for param in self._summed.values():
+            for segment in self._segments.of_param(param):
+                if segment.buffer.device_accumulator is not None:
+                    segment.view(segment.buffer.accumulator).copy_(segment.view(segment.buffer.grad))
+
     # Backward
 
     @property

@@ -36,9 +36,10 @@ def checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cpu:
         # PyTorch sends a handle to GPU memory, and DeepSpeed's next step waits until the data is written.
         return tensor
-    # As bytes, because NumPy has no bf16.
-    view = torch.from_numpy(tensor.detach().view(torch.uint8).numpy()).view(tensor.dtype)
-    view.requires_grad_(tensor.requires_grad)
+    values = tensor.detach()
+    # NumPy has no bf16.
+    as_numpy = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    view = torch.from_numpy(as_numpy.numpy()).view(values.dtype).requires_grad_(tensor.requires_grad)
     # DeepSpeed also saves the attributes with ids of parameters that it has set.
     vars(view).update(vars(tensor))
     return view

@@ -80,16 +80,18 @@ class RunningPlan:
         return False
 
     def narrow_moments(self) -> None:
-        """Keep moments in the dtype of the masters from now on; their values are lost. This is no collective.
+        """Keep moments in the dtype of the masters from now on, without their values. This is no collective.
 
-        No update is in flight, and no window is open.
+        No update is in flight, and no gradient is being reduced. A window may be open.
         """
         self.executor.sync_states_to_host()
+        self.gradients.copy_open_sums_to_host()
         self.memory.narrow_moments()
         was_evicted = self.is_evicted
         self.adopt(self.plan)
-        if not was_evicted:
-            self.restore()
+        if not was_evicted and not self.restore():
+            log_rank_0("the accelerator memory of the plan could not be reserved again: the CPU updates all units")
+        self.gradients.copy_open_sums_from_host()
 
     def order_by(self, first_uses: Sequence[int]) -> None:
         """Update the units in the order of ``first_uses`` in forward, the same on every rank, between two updates."""

@@ -37,6 +37,7 @@ from tests.zero.behaviour.behaviour_variant import (
     raised,
     train,
 )
+from tests.zero.parity.training import shared_folder
 
 
 def fragments(variant: BehaviourVariant) -> Seen:
@@ -79,6 +80,31 @@ def fragments(variant: BehaviourVariant) -> Seen:
             yield from moments(engine)
             yield from counters(engine)
         yield from final_states(engine)
+
+
+def moments_in_the_dtype_of_the_masters(variant: BehaviourVariant) -> Seen:
+    """Assign such moments, and load a checkpoint inside an accumulation window, which converts them with bf16 masters.
+
+    The sums of the window stay.
+    """
+    for block in ({}, {"placement": "cpu"}, {"placement": "streamed"}):
+        variant.replace_block(block)
+        engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
+        yield from train(engine, 3)
+        with shared_folder() as folder:
+            engine.save_checkpoint(str(folder))
+            engine.backward(loss_of(engine(inputs(7, torch.bfloat16))))
+            engine.step()
+            engine.load_checkpoint(str(folder))
+        yield from train(engine, 5, first=3)
+        assigned = variant.engine(BehaviourNet())
+        yield from train(assigned, 2)
+        for master in assigned.optimizer.fp32_partitioned_groups_flat:
+            state = assigned.optimizer.state[master]
+            state.update({key: state[key].to(master.dtype) for key in ("exp_avg", "exp_avg_sq")})
+        yield from train(assigned, 2, first=3)
+        yield from final_states(engine)
+        yield from final_states(assigned)
 
 
 def states_that_move(variant: BehaviourVariant) -> Seen:
@@ -283,6 +309,7 @@ def gradients_that_are_switched(variant: BehaviourVariant) -> Seen:
 
 SCENARIOS = (
     fragments,
+    moments_in_the_dtype_of_the_masters,
     states_that_move,
     partitions_that_the_caller_replaces,
     one_engine_after_another,

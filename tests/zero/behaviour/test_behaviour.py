@@ -29,6 +29,7 @@ SCENARIOS = (
     "optimizers_that_the_caller_creates",
     "sub_groups_of_every_size",
     "fragments",
+    "moments_in_the_dtype_of_the_masters",
     "states_that_move",
     "partitions_that_the_caller_replaces",
     "one_engine_after_another",

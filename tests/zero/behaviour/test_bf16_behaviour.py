@@ -12,6 +12,7 @@ PROGRAM = "tests.zero.behaviour.behaviour_ranks"
 SCENARIOS = (
     "states.fragments",
     "states.states_that_move",
+    "states.moments_in_the_dtype_of_the_masters",
     "steps.gradients_that_the_caller_clips",
     "steps.gradients_that_the_caller_replaces",
     "assigned.states_assigned_before_a_skipped_step",

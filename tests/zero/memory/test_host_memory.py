@@ -40,17 +40,17 @@ def test_states_that_do_not_fit_are_refused_with_the_ranks_and_the_needed_and_fr
         check_free_memory(40 * GB, 2_500_000_000, TWO_RANKS, free_memory(79))
     assert str(caught.value) == (
         "The optimizer states on a node must fit into its available memory, of which 79.0 GB are free; found 80.0 GB "
-        "needed, by 2 ranks with 40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, 16-bit "
+        "needed, by 2 ranks with 40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, rounded "
         "parameters) each.\n"
-        "Free memory on it, or train on more nodes."
+        "Free memory on it, train on more nodes, or keep states in bf16, which changes the numerics."
     )
     with pytest.raises(HostMemoryError) as caught:
         check_free_memory(40 * GB, 2_500_000_000, TWO_CONTAINERS, free_memory(container_gb=39))
     assert str(caught.value) == (
         "The optimizer states in a container must fit into its memory limit, of which 39.0 GB are free; found 40.0 GB "
-        "needed, by 1 rank with 40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, 16-bit "
+        "needed, by 1 rank with 40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, rounded "
         "parameters) each.\n"
-        "Raise its memory limit, or train on more nodes."
+        "Raise its memory limit, train on more nodes, or keep states in bf16, which changes the numerics."
     )
 
 
@@ -124,7 +124,7 @@ def test_a_driver_that_enforces_the_memlock_limit_is_detected_before_the_states_
         check_locking(40 * GB, 2_500_000_000, driver, LIMIT)
     assert str(caught.value) == (
         "The memory that a rank page-locks must be within the memlock limit, 8.39 MB, if the driver enforces it; found "
-        "40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, 16-bit parameters), and a trial "
+        "40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, rounded parameters), and a trial "
         "above the limit failed: CUDA error: out of memory.\n"
         "Raise the memlock limit (ulimit -l unlimited; for a container --ulimit memlock=-1), or train on more ranks."
     )
