@@ -240,8 +240,6 @@ UNMEASURED = {
     "EMULATED H100, micro-batch 8: cost of the update at most 10 % of stock's",
     "EMULATED H100, micro-batch 1, 8 GB of GPU memory: cost of the update at most 10 % of stock's",
     "GPU, micro-batch 8: cost of the update at most 10 % of stock's",
-    "2 cores: the CPU kernel with bf16 states at least 1.8 times as fast as with fp32 states",
-    "2 cores: the same kernel within 5 % of the bandwidth of host memory",
 }
 """The targets whose quantities are newer than the last complete run of their benchmarks, which must measure them."""
 
