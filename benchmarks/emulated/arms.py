@@ -36,8 +36,7 @@ SHARED = {
 
 def arms_of(run: ScaledRun) -> list[Variant]:
     """Return the arms of ``run``, stock first."""
-    # The software GPU has far more free memory than this margin, so that memory never counts as short, also not when
-    # the engines of other arms, which exist at the same time, take a little more than before.
+    # The software GPU has far more free memory than this margin, so that memory never counts as short.
     memory = {"gpu_memory_gb": run.free_gb, "gpu_memory_margin_gb": 0.1 * run.scale}
     placements = PLACEMENTS | {"planned": {"placement": "planned", **memory}}
     arms = [STOCK]

@@ -24,13 +24,12 @@ from benchmarks.harness.overrides import without_updates
 from benchmarks.harness.variants import Variant
 from deep_opt_states.report.record import MeasuredUpdate
 from deep_opt_states.zero.step.gpu_memory import GpuMemory
-from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 from tests.software_gpu import device, settings
 
-WARM_UP = FIRST_UPDATES
-"""Iterations in which DeepSpeed records the order of its modules, and updates of the plugin end inside ``step()``."""
+WARM_UP = ADAPTING
+"""Iterations before the turns, in which DeepSpeed records the order of its modules, and the plugin plans twice."""
 
 COMPUTING_STREAM = 0
 PHASES = ("forward", "backward", "step")
@@ -143,10 +142,10 @@ class Arm:
         self.losses += [float(loss) for loss in losses]
 
     def warm_up(self, setting: Any) -> None:
-        """Train without counting anything, in emulated time only if the plugin plans."""
-        if self.variant.block is not None and self.variant.block["placement"] == "planned":
+        """Train without counting anything, in emulated time only if the plugin plans. All arms train as many steps."""
+        if self.variant.block is not None and self.variant.block.get("placement", "planned") == "planned":
             self.passes.take_time = True
-            self.train(setting, ADAPTING)
+            self.train(setting, WARM_UP)
             self.passes.take_time = False
         else:
             with settings.changed(rates=settings.MachineRates()):
@@ -218,8 +217,9 @@ def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPa
                 engine = engines.enter_context(engine_for(variant, run.small))
             arms.append(Arm.create(variant, engine, passes))
             arms[-1].warm_up(run.small)
-        # The turns of one arm must all run the same plan.
+        # The turns of one arm must all run the same plan. The memory of engines that were created later would evict it.
         engines.enter_context(mock.patch.object(GpuMemory, "_plan", return_value=False))
+        engines.enter_context(mock.patch.object(GpuMemory, "evict"))
         passes.take_time = True
         for turn in range(turns.turns):
             for arm in arms if turn % 2 == 0 else reversed(arms):
