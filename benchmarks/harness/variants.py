@@ -15,7 +15,7 @@ from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.overrides import bound_to_physical_cores, stocks_cpu_kernel
 from benchmarks.harness.setting import TrainingSetting
 from deep_opt_states.host import machine
-from perf_model.cli.plan_json import KEYS_OF_STATES
+from perf_model.schedule.host_layout import KEYS_OF_STATES
 from perf_model.units import GB
 
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"

@@ -10,6 +10,7 @@ from typing import Any
 from perf_model.cli.explanation import busy_s, rule_of
 from perf_model.cli.inputs import Inputs
 from perf_model.cli.planning_commands import installed_version
+from perf_model.schedule.host_layout import KEYS_OF_STATES
 from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
@@ -18,14 +19,6 @@ from perf_model.units import GB
 
 FORMAT = 3
 """The version of the JSON format, which changes if a key is removed or its meaning changes."""
-
-
-KEYS_OF_STATES = {
-    "fp32": (),
-    "bf16-masters": ("bf16_master_weights_and_grads",),
-    "bf16": ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
-}
-"""The keys of DeepSpeed's block ``bf16`` that are true for each value of ``--states``."""
 
 
 def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:

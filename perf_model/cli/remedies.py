@@ -55,15 +55,14 @@ def _fitting(inputs: Inputs, *, of_training: bool) -> Iterator[tuple[Changes, fl
     smaller: list[Changes] = [
         {"states": name} for name, each in WIDTHS_OF_STATES.items() if each.states < widths.states
     ]
-    levels: list[list[Changes]] = [
-        smaller,
-        [{"sequence": short} for power in halvings if (short := job.sequence >> power) >= LEAST_SEQUENCE],
-        [{"micro_batch": small} for power in halvings if (small := job.micro_batch >> power) >= 1],
-        [] if job.offload_param or not inputs.profile.has_accelerator else [{"offload_param": True}],
-        [] if job.recompute else [{"recompute": True}],
-    ]
-    if not of_training:
-        levels = [smaller]
+    levels: list[list[Changes]] = [smaller]
+    if of_training:
+        levels += [
+            [{"sequence": short} for power in halvings if (short := job.sequence >> power) >= LEAST_SEQUENCE],
+            [{"micro_batch": small} for power in halvings if (small := job.micro_batch >> power) >= 1],
+            [] if job.offload_param or not inputs.profile.has_accelerator else [{"offload_param": True}],
+            [] if job.recompute else [{"recompute": True}],
+        ]
     for number, of_one_kind in enumerate(levels):
         for level, changes in enumerate(of_one_kind):
             if tokens := _tokens_per_s(inputs, changes):

@@ -68,6 +68,13 @@ WIDTHS_OF_STATES = {
 """The bytes of each setting of DeepSpeed for the states of a 16-bit model: with ``bf16_master_weights_and_grads`` the
 masters are bf16, and with ``bf16_optimizer_states`` the moments, too."""
 
+KEYS_OF_STATES = {
+    "fp32": (),
+    "bf16-masters": ("bf16_master_weights_and_grads",),
+    "bf16": ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+}
+"""The keys of DeepSpeed's block ``bf16`` that are true for each of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlabTensor:

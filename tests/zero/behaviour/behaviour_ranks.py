@@ -14,7 +14,7 @@ import traceback
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from perf_model.cli.plan_json import KEYS_OF_STATES
+from perf_model.schedule.host_layout import KEYS_OF_STATES
 from tests.launch import answer
 from tests.zero.behaviour.behaviour_variant import BASE, BehaviourVariant, Scenario, unequal
 from tests.zero.on_accelerator import process_group_on_accelerator

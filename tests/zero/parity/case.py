@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from perf_model.cli.plan_json import KEYS_OF_STATES
+from perf_model.schedule.host_layout import KEYS_OF_STATES
 
 CPU: dict[str, Any] = {"placement": "cpu"}
 STREAMED = {"placement": "streamed", "unit_size": 300}

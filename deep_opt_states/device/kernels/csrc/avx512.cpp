@@ -32,19 +32,16 @@ struct Avx512 {
     return _mm512_castsi512_ps(
         _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, high, _mm512_castsi256_si512(value)));
   }
-  static Floats round_to_bfloat16(Floats value) {
+  static Halves to_bfloat16(Floats value) {
     const __m512i bits = _mm512_castps_si512(value);
     const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __m512i down = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
     const __m512i rounded = _mm512_mask_add_epi32(down, is_odd, down, _mm512_set1_epi32(1));
     const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000)));
-  }
-  static Halves to_bfloat16(Floats value) {
     const __m512i odd = _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 31, 29, 27, 25, 23,
                                          21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    const __m512i rounded = _mm512_castps_si512(round_to_bfloat16(value));
-    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, rounded));
+    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(
+        odd, _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc00000))));
   }
 };
 
