@@ -171,7 +171,7 @@ class InterruptedTraining:
             found["problem"] = f"UpdateFailed because of {error.__cause__!r}"
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            if all(place.in_plugin for place in places) or "/deepspeed/" not in frame.filename:
+            if not any(place.in_stock for place in places) or "/deepspeed/" not in frame.filename:
                 raise
             found["of stock"] = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.name}"
         if not all(place.in_wait for place in places):
@@ -212,7 +212,8 @@ class Interruption:
 
     callers: tuple[str, ...]
     interrupted: str
-    in_plugin: bool
+    in_stock: bool
+    """Whether DeepSpeed was interrupted, or PyTorch."""
     in_wait: bool
     """Whether the host waited for the plugin."""
 
@@ -221,9 +222,11 @@ class Interruption:
         stack = traceback.extract_tb(error.__traceback__)
         frames = [frame for frame in stack if frame.filename != __file__]
         ours = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
-        *callers, last = (f"{Path(frame.filename).stem}.{frame.name}" for frame in [*ours[-5:], *frames[-1:]])
-        in_wait = frames[-1].name == Section.wait_for_end.__name__ or stack[-1].name == WaitInterrupt.wait.__name__
-        return cls(tuple(callers), last, frames[-1] in ours, in_wait)
+        # Without a frame in between, the signal came between two lines of this file.
+        last = (frames or stack)[-1]
+        *callers, interrupted = (f"{Path(frame.filename).stem}.{frame.name}" for frame in [*ours[-5:], last])
+        in_wait = last.name == Section.wait_for_end.__name__ or stack[-1].name == WaitInterrupt.wait.__name__
+        return cls(tuple(callers), interrupted, bool(frames) and last not in ours, in_wait)
 
     def __str__(self) -> str:
         return " > ".join(dict.fromkeys([*self.callers, self.interrupted]))
