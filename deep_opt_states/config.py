@@ -21,7 +21,7 @@ from pydantic import (
 from deep_opt_states.names import CONFIG_KEY, IgnoredBlock
 from perf_model.json_input import printable, shorten
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
-from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.cutting import DISK_UNIT_SIZE, cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError, did_you_mean
@@ -118,6 +118,15 @@ class Config(BaseModel):
     half of it is taken, memory counts as short: all states are evicted, and the planner plans once more with what is
     left, so that the margin is free again. The log reports each change."""
 
+    host_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """The host memory that the optimizer may take on each node, in GB (10^9 bytes), if `offload_optimizer.device` of
+    the DeepSpeed config is `"nvme"`: states that do not fit are on disk. Defaults to the memory that is free at start,
+    less a tenth of the node's. Gradients and the parameters to publish, 4 bytes per parameter of a 16-bit model, are in
+    host memory in any case."""
+
+    nvme_paths: list[str] | None = Field(default=None, min_length=1)
+    """Folders on further disks beside `nvme_path` of `offload_optimizer`. The units on disk are shared out equally."""
+
     overlap_backward: bool = True
     """Whether to prefetch the states of streamed units into free staging slots during backward."""
 
@@ -197,7 +206,13 @@ class Config(BaseModel):
 
     def workload(self, sub_groups: Sequence[Sequence[Partition]], unit_size: int | None = None) -> Workload:
         """Return the units of ``sub_groups``, of ``unit_size`` parameters at most unless the config sets it."""
-        return cut_into_units(sub_groups, self.unit_size or unit_size or DEFAULT_UNIT_SIZE, self.rules.placement_of)
+        unit_size = self.unit_size or unit_size or DEFAULT_UNIT_SIZE
+        return cut_into_units(sub_groups, unit_size, self.rules.placement_of, self.disk_unit_size)
+
+    @property
+    def disk_unit_size(self) -> int:
+        """Return the most parameters of a unit on disk."""
+        return self.unit_size or DISK_UNIT_SIZE
 
     def plan(self, workload: Workload) -> UpdatePlan:
         """Return the plan for ``workload`` that the config defines. The planner must have nothing to decide."""
@@ -272,6 +287,7 @@ def _invalid(key: str, found: object) -> str:
         remedy = f"{did_you_mean(found, _CHOICES)} {remedy}".strip()
     else:
         kinds = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "a path"}
+        kinds["array"] = "a list of paths"
         rule = 'must be "planned", true or false' if key == "eager" else f"must be {kinds[schema['type']]}"
         rule += f" of at least {schema['minimum']:g}" if "minimum" in schema else ""
     return _message(key, rule, found, remedy)

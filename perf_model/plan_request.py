@@ -12,7 +12,7 @@ from perf_model.planner import PlannedUpdate, evaluate, least_plan, plan_units
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.cutting import DISK_UNIT_SIZE, cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
@@ -64,10 +64,12 @@ class PlanRequest:
     rules: PlacementRules = NO_RULES
     uses: Sequence[str] | None = None
     all_eager: bool = False
+    disk_unit_size: int = DISK_UNIT_SIZE
 
     def workload(self, unit_size: int) -> Workload:
-        """Return the units of at most ``unit_size`` parameters."""
-        return self._with_uses(cut_into_units(self.sub_groups, unit_size, self.rules.placement_of))
+        """Return the units of at most ``unit_size`` parameters, and ``disk_unit_size`` on disk."""
+        units = cut_into_units(self.sub_groups, unit_size, self.rules.placement_of, self.disk_unit_size)
+        return self._with_uses(units)
 
     @property
     def fixed_bytes(self) -> int:

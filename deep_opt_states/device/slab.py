@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,14 @@ LOCK_REMEDY = (
 
 class HostMemoryError(RuntimeError):
     """The error for a host that does not have enough memory for the states, or may not provide it."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+_MAP_FIXED = 0x10
+"""A flag of Linux that Python's ``mmap`` does not have: replace what is mapped at the address."""
 
 
 class HostMapping(mmap.mmap):
@@ -73,6 +82,13 @@ class HostSlab:
         self.size_bytes = size_bytes
         self._register = register
         self._memory = _map(size_bytes) if size_bytes > 0 else None
+        self._mapped: list[tuple[int, int]] = []
+        """Begin and end of the parts that are mapped from files."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes that are not mapped from files."""
+        return self.size_bytes - sum(end - begin for begin, end in self._mapped)
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on, which keeps them alive."""
@@ -80,13 +96,40 @@ class HostSlab:
         # Each tensor has its own storage, because ``torch.save`` writes whole storages, even for a view.
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset_bytes)
 
+    def bytes(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """Return ``size_bytes`` of the memory from ``offset_bytes`` on."""
+        assert self._memory is not None
+        return memoryview(self._memory)[offset_bytes : offset_bytes + size_bytes]
+
+    def map_file(self, fd: int, offset_bytes: int, size_bytes: int) -> None:
+        """Replace whole pages by the same pages of the file ``fd``.
+
+        They are not locked, and their contents are shared with the file. Raise ``OSError`` on failure.
+        """
+        assert self._memory is not None
+        address, flags = self._address + offset_bytes, mmap.MAP_SHARED | _MAP_FIXED
+        found = _libc.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset_bytes)
+        if found != address:
+            raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}: a file could not be mapped")
+        self._memory.madvise(mmap.MADV_DONTFORK, offset_bytes, size_bytes)
+        self._mapped.append((offset_bytes, offset_bytes + size_bytes))
+
+    @property
+    def _address(self) -> int:
+        return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+
     def lock(self) -> None:
         """Register the memory, whose pages must all be touched. Raise ``HostMemoryError`` if the driver refuses."""
         if self._register is None or self._memory is None:
             return
-        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        address, locked = self._address, list[Callable[[], object]]()
+        self._memory.unregister_once = lambda: [unregister() for unregister in locked]
+        # Each part between files, because copies from and to the host must not leave a part.
+        borders = [0, *chain.from_iterable(sorted(self._mapped)), self.size_bytes]
         try:
-            self._memory.unregister_once = self._register(address, self.size_bytes)
+            for begin, end in zip(borders[::2], borders[1::2], strict=True):
+                if begin < end:
+                    locked.append(self._register(address + begin, end - begin))
         except RuntimeError as error:
             raise HostMemoryError(
                 f"A rank's host memory must be page-locked, so that transfers overlap; found "

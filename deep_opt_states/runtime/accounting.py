@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,14 @@ class AccountingDevice:
 
     @property
     def reserved(self) -> list[Reservation]:
-        """Return one entry per tensor or slab that is reserved now, with its size in bytes."""
-        return [reservation for reservation, owner in self._reserved if owner() is not None]
+        """Return one entry per tensor or slab that is reserved now, with its size in host memory or on the device."""
+        reserved = []
+        for reservation, find_owner in self._reserved:
+            if (owner := find_owner()) is not None:
+                # Since it was reserved, files may have replaced a part of a slab.
+                on_disk = owner.size_bytes - owner.host_bytes if isinstance(owner, HostSlab) else 0
+                reserved.append(replace(reservation, each_bytes=reservation.each_bytes - on_disk))
+        return reserved
 
     @property
     def shares_host_memory(self) -> bool:

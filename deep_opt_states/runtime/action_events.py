@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
@@ -25,15 +26,23 @@ class ActionEvents:
         self.origin_s = 0.0
         """The host's clock, in seconds, when the host has waited for ``origin``."""
         self.on_worker: dict[str, tuple[float, float]] = {}
-        """Start and end of each action of the worker, on the host's clock in seconds."""
+        """Start and end of each action of the worker and of other threads, on the host's clock in seconds."""
+        self.writes: list[Future[None]] = []
+        """The writes of the update to disk, which may be in flight when it has ended."""
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
-        """Return when each of ``actions`` ran, after the end of the update. The host waits for flushes in flight."""
+        """Return when each of ``actions`` ran, after the end of the update. The host waits for flushes in flight.
+
+        A write to disk that has failed, which the next update reports, is left out.
+        """
+        wait(self.writes)
         if any(action.lane is Lane.D2H for action in actions):
             self.flushed.synchronize()
         spans = []
         for action in actions:
-            if action.lane is Lane.CPU:
+            if action.lane.is_thread:
+                if action.name not in self.on_worker:
+                    continue
                 start_s, end_s = (time_s - self.origin_s for time_s in self.on_worker[action.name])
             else:
                 start_s = self.started[action.name].seconds_after(self.origin)

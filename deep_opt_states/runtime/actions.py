@@ -11,6 +11,7 @@ import torch
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, RangeUpdate, StateDtypes
+from deep_opt_states.runtime.disk_states import StatesInSlot
 from deep_opt_states.runtime.state import Copies, Slot, UnitState
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.schedule import Schedule
@@ -58,6 +59,8 @@ class Actions:
             ActionKind.SPECULATE: self._cpu_step,
             ActionKind.COMMIT: self._commit,
             ActionKind.PUBLISH: self._publish,
+            ActionKind.READ: self._read,
+            ActionKind.WRITE: self._write,
         }
         """Issue an action of a kind on the current stream, or run a CPU step on the current thread."""
 
@@ -104,7 +107,9 @@ class Actions:
         self._operations.clear()
 
     def _slot_index(self, action: Action) -> int | None:
-        return None if action.slot is None else (action.slot + self._shift) % len(self._slots)
+        if action.slot is None or self._states[action.unit].disk is not None:
+            return action.slot
+        return (action.slot + self._shift) % len(self._slots)
 
     def _prefetch(self, action: Action) -> None:
         self._copy(self._copies_of_states(action))
@@ -125,6 +130,18 @@ class Actions:
         shadow = self._states[action.unit].shadow
         assert shadow is not None
         shadow.is_current = not shadow.is_current
+
+    def _read(self, action: Action) -> None:
+        self._on_disk(action).read()
+
+    def _write(self, action: Action) -> None:
+        self._on_disk(action).write()
+
+    def _on_disk(self, action: Action) -> StatesInSlot:
+        states = self._states[action.unit].disk
+        assert states is not None
+        assert action.slot is not None
+        return states.in_slot(action.slot)
 
     def _publish(self, action: Action) -> None:
         operations = self._operations_of(action)
@@ -167,13 +184,15 @@ class Actions:
             return UnitOperations([], {}, *state.publications())
         known = self._operations.get(action.unit)
         if known is None or not known.is_current(state):
-            known = self._operations[action.unit] = UnitOperations(_tensors_of(state), {}, *state.publications())
+            # A unit on disk is in the same slot in each update.
+            publications = state.publications(action.slot)
+            known = self._operations[action.unit] = UnitOperations(_tensors_of(state), {}, *publications)
         return known
 
     def _derive_updates(self, action: Action, slot: int | None) -> list[RangeUpdate]:
         state = self._states[action.unit]
         if action.lane is not Lane.COMPUTE:
-            return state.cpu_updates()
+            return state.cpu_updates(slot)
         if slot is None:
             assert state.resident is not None
             return [part.accelerator_update(state.resident.states) for part in state.parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.action import ActionKind, Lane
@@ -15,11 +16,17 @@ def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
     """Raise ``ScheduleError`` if ``schedule`` is not safe for ``states`` and their placements, or cannot be executed.
 
     A stream can wait only for an event that was recorded before. So only publications may wait for the worker, each for
-    the step or the COMMIT of its own unit, and the worker issues them.
+    the step or the COMMIT of its own unit, and the worker issues them. A thread can wait for anything.
     """
-    placements = check(schedule, Workload.from_numels(state.length for state in states))
+    units = Workload.from_numels(state.length for state in states).units
+    workload = Workload(
+        tuple(replace(unit, is_on_disk=state.disk is not None) for unit, state in zip(units, states, strict=True))
+    )
+    placements = check(schedule, workload)
     of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
     for action in schedule.actions:
+        if action.lane.is_thread:
+            continue
         before = ActionKind.COMMIT if states[action.unit].shadow else ActionKind.CPU_STEP
         expected = [f"{before.value} {action.unit}"] if action.kind is ActionKind.PUBLISH else []
         found = [name for name in action.waits if name in of_cpu_units]

@@ -35,7 +35,7 @@ class Waiter(Enum):
     STREAM = "stream"
     """The current stream, without flushes. The host waits for the worker alone."""
     HOST = "host"
-    """The host, also for flushes."""
+    """The host, also for flushes and for writes to disk."""
 
 
 class Executor:
@@ -98,15 +98,17 @@ class Executor:
         """Whether all speculated steps were those of the last update; None if none was speculated."""
         self._pending = False
         self._flushing = False
-        """Whether only a stream has waited for the last update, so that flushes may be in flight."""
+        """Whether only a stream has waited for the last update, so that flushes and writes may be in flight."""
         self._failure: BaseException | None = None
-        self._worker = worker or Worker(device.enter_thread)
+        self._threads: dict[Lane, CpuLane] = {Lane.CPU: worker or Worker(device.enter_thread)}
+        for lane in (Lane.READ, Lane.WRITE) if schedule.num_disk_slots else ():
+            self._threads[lane] = Worker(device.enter_thread, f"deep_opt_states-{lane.value}")
         self._uninterrupted = Uninterrupted(device)
-        self._issuer = Issuer(device, self._lanes, self._worker, self._actions.bodies, span)
+        self._issuer = Issuer(device, self._lanes, self._threads, self._actions.bodies, span)
         try:
             self._use(schedule, states)
         except BaseException:
-            self._worker.close()
+            self._close_threads()
             self._uninterrupted.close()
             raise
 
@@ -138,6 +140,7 @@ class Executor:
         self.end()
         # A lane may still copy into memory that is freed here, for an update that never started.
         self._lanes.drain()
+        self._issuer.drain_threads()
         self._use(schedule, states)
 
     def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
@@ -152,7 +155,7 @@ class Executor:
 
     @section
     def prefetch(self) -> None:
-        """Load resident states and issue the first prefetch into each slot for the next update, during backward."""
+        """Load resident states, and fill each slot for the next update for the first time, during backward."""
         assert not self._pending
         if self._failure is not None:
             return
@@ -290,6 +293,7 @@ class Executor:
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
                 if waiting is Waiter.HOST:
+                    self._issuer.finish_writes()
                     self._lanes.wait_until_drained()
                 else:
                     self._lanes.order_after_update()
@@ -300,6 +304,7 @@ class Executor:
         elif self._flushing and waiting is Waiter.HOST:
             # Also after a failure on another rank: a checkpoint is then loaded into the memory that flushes write to.
             with self._keep_failure():
+                self._issuer.finish_writes()
                 self._lanes.wait_until_drained()
         self._pending = False
         if waiting is Waiter.HOST:
@@ -315,7 +320,7 @@ class Executor:
     def touch(self, tensors: Sequence[AdamTensors]) -> None:
         """Zero ``tensors`` on the threads that update them: the first touch of a page decides its NUMA node."""
         for group in tensors:
-            self._worker.submit(partial(self._host_adam.zero, group)).result()
+            self._threads[Lane.CPU].submit(partial(self._host_adam.zero, group)).result()
 
     def timeline_reader(self) -> Callable[[], Timeline]:
         """Return a function that reads the times of the last, finished update, until the second one after it starts."""
@@ -358,13 +363,17 @@ class Executor:
         if self._flushing:
             self.end()
         self._forget_speculations()
-        self._worker.close()
+        self._close_threads()
         # Prefetches for an update that never started may still write to slots that are freed here.
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
         self._residents.close()
         self._shadows.close()
+
+    def _close_threads(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
 
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:

@@ -2,14 +2,15 @@
 
 The h2d, compute, d2h and publish lanes are streams, and the cpu lane is a worker thread, so all of them overlap.
 Streams wait for one another by events, and the host continues. A stream cannot wait for a thread, so the worker itself
-issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action waits for the CPU.
+issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action on a stream waits for the CPU. The lanes
+that read and write units on disk are threads, too, which wait for one another, for the worker and for events.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,6 +21,7 @@ from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 
@@ -40,25 +42,30 @@ class Issuer:
         self,
         device: Device[Any],
         lanes: LaneStreams,
-        worker: CpuLane,
+        threads: Mapping[Lane, CpuLane],
         run: Mapping[ActionKind, Callable[[Action], None]],
         span: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         self._device = device
         self._lanes = lanes
-        self._worker = worker
+        self._threads = threads
+        self._worker = threads[Lane.CPU]
         self._run = run
         self._span = span
         self.stop = threading.Event()
         """Set by a failure: the host issues no further action, and the worker starts none."""
         self.on_cpu: dict[str, Future[None]] = {}
-        """The futures of the worker's tasks in this update, by the action's name."""
+        """The futures of the tasks of the worker and of other threads in this update, by the action's name."""
         self.issued = 0
         """The number of actions of the schedule that have been issued."""
         self._ended_on_cpu = 0
         """The position up to which the worker is known to have run or issued its actions."""
         self._prefetched: set[str] = set()
         """The names of actions that were issued for the next update."""
+        self._early_reads: dict[str, Future[None]] = {}
+        """The reads from disk that were submitted for the next update, by the action's name."""
+        self._writes_before: list[Future[None]] = []
+        """The writes to disk of the update before the one that has started last."""
         self._speculated: dict[Action, Future[None]] = {}
         """The SPECULATE actions that were submitted for the next update."""
         self._carried: dict[str, Event] = {}
@@ -68,34 +75,46 @@ class Issuer:
         """Issue ``schedule`` from the next update on, and reserve its events. No update is in flight."""
         self.forget_prefetches()
         self.schedule = schedule
-        on_streams = [action.name for action in schedule.actions if action.lane is not Lane.CPU]
+        self._lane_of = {each.name: each.lane if each.lane.is_thread else Lane.CPU for each in schedule.actions}
+        on_streams = [action.name for action in schedule.actions if not action.lane.is_thread]
         # Two sets: the timeline of one update can be read while the next update records the other set.
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
         self.first_of_caller = next(
             (
                 position
                 for position, action in enumerate(schedule.actions)
-                if action.lane not in (Lane.CPU, Lane.PUBLISH)
+                if not (action.lane.is_thread or action.lane is Lane.PUBLISH)
             ),
             len(schedule.actions),
         )
         self._first_prefetches = [
-            action for action in schedule.actions if action.kind is ActionKind.PREFETCH and not action.waits
+            action for action in schedule.actions if action.kind in EMPTIED_BY and not action.waits
         ]
+        writes = [action.name for action in schedule.actions if action.kind is ActionKind.WRITE]
         self._speculations = {action.unit: action for action in schedule.actions if action.kind is ActionKind.SPECULATE}
-        self.flushes_before, self.slot_shift = flushes_before(schedule), slot_shift(schedule)
+        before = flushes_before(schedule)
+        self.flushes_before = {name: flush for name, flush in before.items() if flush not in writes}
+        self._waits_for_writes = {name: 1 + writes.index(write) for name, write in before.items() if write in writes}
+        self._writes_before = []
+        self.slot_shift = slot_shift(schedule)
 
     def begin(self) -> None:
         """Start an update, with the prefetches that were issued for it."""
         self.stop.clear()
-        self.on_cpu = {}
+        self.on_cpu, self._early_reads = self._early_reads, {}
+        self._writes_before = self.events.writes
         self.issued = self._ended_on_cpu = 0
         self.events, self._next_events = self._next_events, self.events
+        self.events.writes = []
 
     def prefetch(self) -> None:
-        """Issue the first prefetch into each slot for the next update."""
+        """Issue the first prefetch into each slot, and the first read into each disk slot, for the next update."""
         for action in self._first_prefetches:
-            if action.name not in self._prefetched:
+            if action.name in self._prefetched or action.name in self._early_reads:
+                continue
+            if action.lane.is_thread:
+                self._early_reads[action.name] = self._submit(action, self._next_events, self.events.writes)
+            else:
                 self._on_stream(action, self._next_events)
                 self._prefetched.add(action.name)
 
@@ -129,27 +148,40 @@ class Issuer:
                 future.exception()
 
     def forget_prefetches(self) -> None:
-        """Issue the first prefetches again, for an update that has not started."""
+        """Issue the first prefetches and reads again, for an update that has not started."""
         self._prefetched.clear()
+        self._early_reads.clear()
 
     def carry_flushes(self) -> None:
         """Let the prefetches of the next update wait for the flushes of this one, which are in flight."""
         self._carried = {prefetch: self.events.finished[flush] for prefetch, flush in self.flushes_before.items()}
 
     def forget_flushes(self) -> None:
-        """Let no prefetch wait for flushes of the last update: the host has waited for them."""
+        """Let no prefetch or read wait for the last update: the host has waited for its flushes and writes."""
         self._carried.clear()
+        self.events.writes = []
+        self._writes_before = []
 
     def issue(self, until: int) -> None:
         """Issue the actions before position ``until``. The host does not wait."""
         while self.issued < until and not self.stop.is_set():
             action = self.schedule.actions[self.issued]
-            was_speculated = action.name in self.on_cpu
-            if not was_speculated and (action.lane is Lane.CPU or not self.on_cpu.keys().isdisjoint(action.waits)):
-                self.on_cpu[action.name] = self._worker.submit(partial(self.on_worker, action))
-            elif not was_speculated and action.name not in self._prefetched:
+            was_early = action.name in self.on_cpu
+            if not was_early and (action.lane.is_thread or not self.on_cpu.keys().isdisjoint(action.waits)):
+                self.on_cpu[action.name] = self._submit(action, self.events, self._writes_before)
+                if action.kind is ActionKind.WRITE:
+                    self.events.writes.append(self.on_cpu[action.name])
+            elif not was_early and action.name not in self._prefetched:
                 self._on_stream(action, self.events)
             self.issued += 1
+
+    def _submit(self, action: Action, events: ActionEvents, writes_before: Sequence[Future[None]]) -> Future[None]:
+        """Let a thread run or issue ``action``; a read waits for the first ``writes_before``, of the update before."""
+        lane, after = self._lane_of[action.name], writes_before[: self._waits_for_writes.get(action.name, 0)]
+        # The earlier actions of the same thread have ended by then.
+        others = (name for name in action.waits if self._lane_of[name] is not lane and name in self.on_cpu)
+        after = [*after, *(self.on_cpu[name] for name in others)]
+        return self._threads[lane].submit(partial(self.on_thread, action, events, after))
 
     @property
     def has_issued_all(self) -> bool:
@@ -161,11 +193,23 @@ class Issuer:
         self.issue(len(self.schedule.actions))
 
     def finish(self) -> None:
-        """Issue the remaining actions, and block the host until the worker has run or issued its own."""
+        """Issue the remaining actions, and block the host until all threads but the writing one have done theirs."""
         self.issue_all()
-        for name in self.on_cpu:
-            self.wait_for_worker(name)
+        writes = set(self.events.writes)
+        for name, future in self.on_cpu.items():
+            if future not in writes:
+                self.wait_for_worker(name)
         self._ended_on_cpu = self.issued
+
+    def finish_writes(self) -> None:
+        """Block the host until the last update has written its units on disk."""
+        for write in self.events.writes:
+            write.result()
+
+    def drain_threads(self) -> None:
+        """Block the host until the threads have run all that was submitted to them."""
+        for thread in self._threads.values():
+            thread.submit(lambda: None).exception()
 
     def is_brought_out(self, position: int) -> bool:
         """Return whether the action at ``position`` is issued, so that a stream can wait for it."""
@@ -192,28 +236,39 @@ class Issuer:
             self.on_cpu[name].result()
 
     def first_error(self, error: BaseException) -> BaseException:
-        """Wait for the worker, and return its exception, from which ``error`` may follow, or else ``error``."""
-        self._worker.submit(lambda: None).exception()
+        """Wait for the threads, and return their exception, from which ``error`` may follow, or else ``error``."""
+        self.drain_threads()
         failures = [failure for future in self.on_cpu.values() if (failure := future.exception()) is not None]
         return failures[0] if failures else error
 
-    def on_worker(self, action: Action) -> None:
-        """Run or issue ``action`` on the thread of the worker, unless the update has failed."""
-        if self.stop.is_set():
-            return
+    def on_thread(self, action: Action, events: ActionEvents, after: Sequence[Future[None]]) -> None:
+        """Run or issue ``action`` on the calling thread after ``after``, whose failures it raises."""
         try:
-            if action.lane is not Lane.CPU:
-                self._on_stream(action, self.events)
+            if self._was_stopped(action):
+                return
+            for future in after:
+                future.result()
+            if not action.lane.is_thread:
+                self._on_stream(action, events)
                 return
             if action.kind is ActionKind.COMMIT:
                 # A failure in backward has stopped nothing.
                 self.wait_for_worker(f"{ActionKind.SPECULATE.value} {action.unit}")
             for name in action.waits:
-                self.events.finished[name].synchronize()
-            self._run_on_worker(action, self.events)
+                if name in events.finished:
+                    events.finished[name].synchronize()
+            # Another thread may have failed meanwhile, and those that this one waited for have done nothing.
+            if not self._was_stopped(action):
+                self._run_on_worker(action, events)
         except BaseException:
             self.stop.set()
             raise
+
+    def _was_stopped(self, action: Action) -> bool:
+        """Return whether the update has failed. Raise if ``action`` is a write, which later readers rely on."""
+        if self.stop.is_set() and action.kind is ActionKind.WRITE:
+            raise RuntimeError(f"{action.name} did not run, because another part of the update had failed")
+        return self.stop.is_set()
 
     def _run_on_worker(self, action: Action, events: ActionEvents, ready: Event | None = None) -> None:
         if ready is not None:

@@ -11,7 +11,7 @@ from perf_model.schedule.action import Lane
 
 
 class LaneStreams:
-    """The streams of all lanes but the CPU's, with the events for their start and their end.
+    """The streams of all lanes but those of threads, with the events for their start and their end.
 
     With one stream per lane, lanes overlap, and small publications overtake prefetches and flushes.
 
@@ -21,7 +21,7 @@ class LaneStreams:
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
-        self.streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if lane is not Lane.CPU}
+        self.streams: dict[Lane, Stream[Any]] = {lane: device.stream() for lane in Lane if not lane.is_thread}
         self._reserved = device.event()
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self.streams}
 

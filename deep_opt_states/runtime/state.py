@@ -17,6 +17,7 @@ from deep_opt_states.device.kernels.adam import (
     StateDtypes,
     UpdatedStates,
 )
+from deep_opt_states.runtime.disk_states import StatesOnDisk
 from perf_model.schedule.placement import Placement
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -117,9 +118,9 @@ class UnitPart:
         """Return whether the masters are published, so that a CPU update rounds to no other tensor."""
         return self.rounded is self.master
 
-    def cpu_update(self) -> RangeUpdate:
-        """Return the update on the CPU, in place."""
-        return self._update(self.states, None if self.publishes_master else self.rounded)
+    def cpu_update(self, states: UpdatedStates | None = None) -> RangeUpdate:
+        """Return the update on the CPU in place, of ``states`` if they are not in the sub-group's own memory."""
+        return self._update(states or self.states, None if self.publishes_master else self.rounded)
 
     def speculation(self, shadow: UpdatedStates, *, from_shadow: bool) -> RangeUpdate:
         """Return the update on the CPU from one version of the states to the other."""
@@ -149,7 +150,7 @@ class Packing:
 class UnitState:
     """The ``parts`` of one unit, one per range, and the memory that depends on its kind.
 
-    ``packing`` is for a persistent unit that is published, and ``shadow`` for an eager one.
+    ``packing`` is for a persistent unit that is published, ``shadow`` for an eager one, and ``disk`` for one on disk.
     """
 
     placement: Placement
@@ -157,6 +158,7 @@ class UnitState:
     resident: Resident | None = None
     packing: Packing | None = None
     shadow: Shadow | None = None
+    disk: StatesOnDisk | None = None
 
     @property
     def length(self) -> int:
@@ -168,8 +170,14 @@ class UnitState:
         """Return whether the unit is updated on the accelerator, where its gradient also is."""
         return self.placement is not Placement.CPU
 
-    def cpu_updates(self) -> list[RangeUpdate]:
-        """Return the updates on the CPU: in place, or from the current version of an eager unit to the other one."""
+    def cpu_updates(self, disk_slot: int | None = None) -> list[RangeUpdate]:
+        """Return the updates on the CPU: in place, or from the current version of an eager unit to the other one.
+
+        The states of a unit on disk are in ``disk_slot``.
+        """
+        if self.disk is not None and disk_slot is not None:
+            in_slot = self.disk.in_slot(disk_slot).parts
+            return [part.cpu_update(states) for part, states in zip(self.parts, in_slot, strict=True)]
         if self.shadow is None:
             return [part.cpu_update() for part in self.parts]
         versions = zip(self.parts, self.shadow.parts, strict=True)
@@ -180,8 +188,15 @@ class UnitState:
         for name, on_accelerator in zip(STATES, states.tensors, strict=True):
             yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
 
-    def publications(self) -> tuple[Copies, Copies]:
-        """Return the copies that publish the parameters, and the copies within the accelerator that follow."""
+    def publications(self, disk_slot: int | None = None) -> tuple[Copies, Copies]:
+        """Return the copies that publish the parameters, and the copies within the accelerator that follow.
+
+        The states of a unit on disk are in ``disk_slot``.
+        """
+        if self.disk is not None and disk_slot is not None:
+            placed = zip(self.parts, self.disk.in_slot(disk_slot).parts, strict=True)
+            sources = [(part, states.master if part.publishes_master else part.rounded) for part, states in placed]
+            return [(part.param, source) for part, source in sources if not part.cpu_writes_param], []
         if self.is_on_accelerator:
             return [(part.param, part.staged) for part in self.parts if part.staged is not None], []
         if self.shadow is not None and self.shadow.is_current:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ import torch
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import FP32_STATES, AdamTensors, ElementRange, StateDtypes, UpdatedStates
 from deep_opt_states.device.slab import HostSlab
+from deep_opt_states.runtime.disk_states import DiskStates
 from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
 from perf_model.schedule.host_layout import Widths, aligned, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Range, Unit, Workload
+from perf_model.schedule.workload import STATES, Range, Unit, Workload
 
 
 def widths_of(
@@ -61,8 +63,9 @@ class StateMemory:
     """The states of one rank: ``sub_groups``, the tensors in the slab, and ``units``, which depend on the plan.
 
     ``params`` holds the flat buffer of each sub-group, of shape [numel], in the model's dtype. If ``params_on_host``,
-    these buffers are in pinned memory although ``device`` has memory of its own. The constructor touches no page of the
-    slab, which is zero. Raise ``HostMemoryError`` if the host cannot provide it.
+    these buffers are in pinned memory although ``device`` has memory of its own. The states of units on disk are in
+    files in ``disk_folders``. The constructor touches no page of the slab, which is zero. Raise ``HostMemoryError`` if
+    the host cannot provide it, and ``DiskError`` if a disk cannot.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class StateMemory:
         dtypes: StateDtypes = FP32_STATES,
         *,
         params_on_host: bool = False,
+        disk_folders: Sequence[Path] = (),
     ) -> None:
         widths = widths_of(params[0], grad_dtype, device, dtypes, params_on_host=params_on_host)
         self.dtypes, self._grad_dtype = dtypes, grad_dtype
@@ -83,6 +87,10 @@ class StateMemory:
         self._params_on_host = params_on_host and not device.shares_host_memory
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
         self._slab_tensors = list(slab_tensors(workload, widths))
+        self._disk = None
+        if workload.on_disk_numel:
+            # First: tensors over pages that were replaced later would be the same.
+            self._disk = DiskStates(workload, widths, dtypes.by_name, self._slab, device, disk_folders)
         self.sub_groups = self._lay_out()
         self.units: list[UnitState] = []
         self._packing: Packing | None = None
@@ -134,6 +142,17 @@ class StateMemory:
     def lock(self) -> None:
         """Lock the slab's pages, which the threads that use them have touched. Raise ``HostMemoryError`` if refused."""
         self._slab.lock()
+        for slot in self._disk.slots if self._disk else ():
+            slot.lock()
+
+    @property
+    def untouched(self) -> list[AdamTensors]:
+        """Return the tensors in host memory whose pages the threads that update them should touch first."""
+        if self._disk is None:
+            return [tensors.adam_tensors for tensors in self.sub_groups]
+        on_host = [unit for unit in self.units if unit.disk is None]
+        states = [{**vars(part), "grad": self._slab_grad(part)} for unit in on_host for part in unit.parts]
+        return [AdamTensors(**{name: each[name] for name in (*STATES, "grad")}, param=None) for each in states]
 
     def close(self) -> None:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
@@ -141,6 +160,8 @@ class StateMemory:
         self.sub_groups = []
         self._shadows = {}
         self._packing = None
+        if self._disk is not None:
+            self._disk.close()
         self._slab.close()
 
     def _lay_out(self) -> list[SubGroupTensors]:
@@ -155,7 +176,8 @@ class StateMemory:
     def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
         packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
         parts = [self._part(*placed, packing) for placed in zip(unit.ranges, unit.offsets, strict=True)]
-        state = UnitState(placement=placement, parts=parts, packing=packing)
+        disk = self._disk.units[unit.ranges] if self._disk is not None and unit.is_on_disk else None
+        state = UnitState(placement=placement, parts=parts, packing=packing, disk=disk)
         if not state.is_on_accelerator:
             return state
         grad = self._device.empty(unit.length, parts[0].grad.dtype)

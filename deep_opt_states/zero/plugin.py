@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.config import Config
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
@@ -23,6 +24,7 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
+from deep_opt_states.zero.start.disk import with_nvme_path
 from deep_opt_states.zero.start.refusals import (
     refuse_config,
     refuse_later_methods,
@@ -52,6 +54,8 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
         return wrapped(*args, **kwargs)
     config, accelerator = choice
     refuse_later_methods(engine)
+    # The schedule reads and writes units on disk. To stock's code, the states are in host memory.
+    config_of(engine).zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu
     if checks_direct_writes():
         log_rank_0(f"{CHECK_SWITCH}=1: updates end inside step(), and direct writes to partitions are named")
     if config.overlap_forward and (checks_direct_writes() or breakdown_forbids_deferring(config_of(engine))):
@@ -75,7 +79,7 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
         return None
     refuse_config(config_of(engine))
     refuse_optimizer(basic_optimizer)
-    return config, choose_device()
+    return with_nvme_path(config, config_of(engine).zero_config.offload_optimizer), choose_device()
 
 
 @missing_names_are_refused()

@@ -26,9 +26,10 @@ def busy_s(found: Forecast) -> dict[Resource, float]:
     """Return the seconds for which the update keeps each resource busy."""
     plan, cost = found.planned.plan, found.cost
     each_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
+    on_disk_s = cost.busy_s_on_disk(plan.workload.on_disk_numel)
     return {
-        resource: sum(plan.numel(placement) * of_one[resource] for placement, of_one in each_s.items())
-        for resource in cost.capacities
+        resource: disk_s + sum(plan.numel(placement) * of_one[resource] for placement, of_one in each_s.items())
+        for resource, disk_s in on_disk_s.items()
     }
 
 
@@ -52,6 +53,11 @@ def explain(found: Forecast, inputs: Inputs) -> Iterator[str]:
         elif placement is Placement.RESIDENT:
             full = f"{size_of(found.memory.gpu_bytes, limits.gpu)} of GPU memory in use"
         yield f"{placement.value}: {count} units, {billions(plan.numel(placement))} parameters, {full}; {gain}."
+    if numel := plan.workload.on_disk_numel:
+        share = percent(total_s[Resource.DISK] / update_s)
+        more = replace(inputs, limits=replace(limits, host=(limits.host or 0) + GB))
+        gain = f"1 GB more of --host-memory-gb {_gain(found, more)}"
+        yield f"on disk: {billions(numel)} parameters of cpu units, disk in use for {share} of the update; {gain}."
     if plan.eager:
         more = replace(inputs, limits=replace(limits, eager=(found.budgets.eager_bytes or 0) + GB))
         gain = f"1 GB more of --eager-memory-gb {_gain(found, more)}"
@@ -87,7 +93,10 @@ def unit_rows(found: Forecast) -> list[tuple[str, ...]]:
     """Return indices, layers, parameters, placement and rule of each run of units that have the same two last ones."""
     plan = found.planned.plan
     rows: list[tuple[str, ...]] = []
-    placed = [(unit, where.value) for unit, where in zip(plan.workload.units, plan.placements, strict=True)]
+    placed = [
+        (unit, f"{where.value}, on disk" if unit.is_on_disk else where.value)
+        for unit, where in zip(plan.workload.units, plan.placements, strict=True)
+    ]
     for (where, rule), run in groupby(placed, key=lambda each: (each[1], rule_of(each[0], found.job))):
         units = [unit for unit, _ in run]
         first, last = units[0], units[-1]

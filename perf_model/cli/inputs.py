@@ -10,6 +10,7 @@ from perf_model.cli.machine_options import read_machine
 from perf_model.cli.model_option import read_model
 from perf_model.json_input import parse_json, printable, read_text, reason
 from perf_model.planner import UNIT_SIZES
+from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.presets.machines import MachinePreset
@@ -79,6 +80,7 @@ def _job(
         ranks_per_node = max(1, min(world_size or 1, MOST_RANKS_PER_NODE))
     if world_size is None:
         world_size = ranks_per_node * (1 if options.nodes is None else options.nodes)
+    ranks_on_node = max(1, min(ranks_per_node, world_size))
     return Job(
         shape=shape,
         world_size=world_size,
@@ -94,6 +96,7 @@ def _job(
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
         rules=rules,
         states=options.states,
+        disk=None if options.nvme is None else DiskRates(*(rate / ranks_on_node for rate in options.nvme)),
     )
 
 

@@ -22,6 +22,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
+from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, billions, gigabytes_per_second, percent, seconds, significant, size, size_of
@@ -86,6 +87,14 @@ def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
         f"memory per host: {size_of(memory.host_bytes, limits.host)}, with {reserved} for the system and processes, "
         f"and {pinned} pinned"
     )
+    if found.disk_bytes:
+        yield f"on the disks of each host: {size(found.disk_bytes, DIGITS)}, {_disk_rates(job)}"
+
+
+def _disk_rates(job: Job) -> str:
+    assert job.disk is not None
+    read, write, both = (gigabytes_per_second(job.ranks_on_node * rate) for rate in job.disk)
+    return f"{read} read, {write} written, {both} both at once (--nvme)"
 
 
 def _verdict(found: Forecast, inputs: Inputs, where: str) -> str:

@@ -17,6 +17,8 @@ from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
 from perf_model.training_run.job import Job
 from perf_model.units import GB
 
+NVME_PATH = "a folder on a local disk"
+
 FORMAT = 3
 """The version of the JSON format, which changes if a key is removed or its meaning changes."""
 
@@ -42,6 +44,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
             "reserved_host_bytes": found.reserved_host_bytes,
             "pinned_bytes": memory.pinned_bytes,
             "eager_bytes": memory.eager_bytes,
+            "disk_bytes": found.disk_bytes,
             "no_offload_bytes": found.no_offload_bytes,
         },
         "placement": {placement.value: plan.placements.count(placement) for placement in Placement},
@@ -54,6 +57,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
                 "label": unit.label,
                 "placement": placement.value,
                 "eager": unit.index in plan.eager,
+                "on_disk": unit.is_on_disk,
                 "rule": rule_of(unit, found.job) or None,
             }
             for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
@@ -126,7 +130,7 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "bf16": {"enabled": True, **dict.fromkeys(KEYS_OF_STATES[job.states], True)},
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu"} if job.disk is None else {"device": "nvme", "nvme_path": NVME_PATH},
             **({"offload_param": {"device": "cpu"}} if job.offload_param else {}),
             **({"sub_group_size": job.sub_group_size} if "sub_group_size" in given else {}),
         },

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from perf_model.cli.machine_options import FIGURES, list_machines
 from perf_model.json_input import shorten
+from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
 from perf_model.presets.machines import MACHINES
@@ -166,6 +167,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     margin = f"GPU memory that the plan leaves free, as training does; default: {GPU_MARGIN_BYTES / GB:.0f}"
     add("--gpu-memory-margin-gb", type=partial(_bytes, least_gb=0), help=margin)
     add("--host-memory-gb", type=gigabytes, help="host memory per node; default: as in the profile")
+    nvme = "GB/s that the node's disks read and write (and both at once), for states that do not fit into host memory"
+    add("--nvme", type=_rates, metavar="READ,WRITE[,BOTH]", help=f"{nvme}; default: no disks")
     add("--pinned-memory-gb", type=gigabytes, help="page-locked host memory per rank; default: unlimited")
     eager = "host memory per rank for eager units, 0 for none; default: half of the memory that is left"
     add("--eager-memory-gb", type=partial(_bytes, least_gb=0), help=eager)
@@ -218,6 +221,15 @@ def _number(text: str, what: str, low: float, high: float) -> float:
 
 def _bytes(text: str, least_gb: float) -> int:
     return int(GB * _number(text, "a number of GB (10^9 bytes)", least_gb, 1e9))
+
+
+def _rates(text: str) -> DiskRates:
+    rates = [GB * _number(rate, "rates in GB/s, as in 6.5,5, each", 0.01, 1e4) for rate in text.split(",")]
+    if len(rates) == 2:
+        return DiskRates.one_after_the_other(*rates)
+    if len(rates) != len(DiskRates._fields):
+        raise argparse.ArgumentTypeError(f"must be two or three rates in GB/s, as in 6.5,5, found {shorten(text)}")
+    return DiskRates(*rates)
 
 
 def _parameters(text: str) -> int:

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import FP32_BYTES
@@ -43,6 +44,9 @@ class Resource(Enum):
     DRAM = "host memory"
     CPU = "cpu cores"
     GPU = "gpu"
+    DISK_READ = "disk reads"
+    DISK_WRITE = "disk writes"
+    DISK = "disk"
 
     __hash__ = object.__hash__  # as in ``action.py``
 
@@ -102,6 +106,19 @@ def stock_traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, By
         ActionKind.CPU_STEP: BytesPerParam(dram=3 * widths.master + 2 * widths.states + rounding),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, pageable=published, dram=3 * published),
     }
+
+
+class DiskRates(NamedTuple):
+    """The bytes per second that a rank reads and writes on its disks, alone and both at once."""
+
+    read: float
+    write: float
+    both: float
+
+    @classmethod
+    def one_after_the_other(cls, read: float, write: float) -> DiskRates:
+        """Return the rates of a disk that gains nothing if it reads and writes at once."""
+        return cls(read, write, 2 / (1 / read + 1 / write))
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,6 +274,16 @@ class CostModel:
             copy_latency_s=latency_s,
         )
 
+    def with_disk(self, rates: DiskRates, widths: Widths) -> CostModel:
+        """Return the costs of a machine with disks for units on disk."""
+        capacities = {Resource.DISK_READ: rates.read, Resource.DISK_WRITE: rates.write, Resource.DISK: rates.both}
+        shared = [Resource.DISK, Resource.DRAM] if Resource.DRAM in self.capacities else [Resource.DISK]
+        by_kind = {
+            kind: dict.fromkeys([own, *shared], float(widths.states))
+            for kind, own in ((ActionKind.READ, Resource.DISK_READ), (ActionKind.WRITE, Resource.DISK_WRITE))
+        }
+        return replace(self, capacities={**self.capacities, **capacities}, per_param={**self.per_param, **by_kind})
+
     def load(self, kind: ActionKind, numel: int) -> Load:
         """Return the cost of an action of this kind on ``numel`` parameters."""
         amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
@@ -272,9 +299,18 @@ class CostModel:
             for resource, capacity in self.capacities.items()
         }
 
+    def busy_s_on_disk(self, numel: int) -> dict[Resource, float]:
+        """Return the seconds that reads and writes of ``numel`` parameters keep each resource busy."""
+        amounts = [self.per_param[kind] for kind in (ActionKind.READ, ActionKind.WRITE) if kind in self.per_param]
+        return {
+            resource: numel * sum(each.get(resource, 0.0) for each in amounts) / capacity
+            for resource, capacity in self.capacities.items()
+        }
+
     def without_accelerator(self) -> CostModel:
         """Return the costs if nothing can be updated on an accelerator."""
-        return replace(self, per_param={kind: self.per_param[kind] for kind in (*CHAINS[Placement.CPU], *EAGER_CHAIN)})
+        kinds = {*CHAINS[Placement.CPU], *EAGER_CHAIN, *DISK_CHAIN} & self.per_param.keys()
+        return replace(self, per_param={kind: each for kind, each in self.per_param.items() if kind in kinds})
 
 
 def cpu_adam_params_per_s(profile: HardwareProfile, widths: Widths) -> float:

@@ -26,6 +26,8 @@ _COLOURS: dict[Phase | ActionKind, str] = {
     ActionKind.SPECULATE: "#cdbdf0",
     ActionKind.COMMIT: "#6b4fa0",
     ActionKind.PUBLISH: "#e6b422",
+    ActionKind.READ: "#5fb3b3",
+    ActionKind.WRITE: "#b35f7a",
 }
 
 _CONTEXT_SHARE = 0.08
@@ -54,7 +56,7 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows = [*([MODEL] if phases else []), *Lane]
+    rows: list[str | Lane] = [*([MODEL] if phases else []), *timeline.lanes]
     figure = Figure(figsize=(_WIDTH_INCHES, 1.8 + 0.7 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -77,8 +79,8 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     for span in timeline.spans:
         row, colour = rows.index(span.action.lane), _COLOURS[span.action.kind]
         bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, str(span.action.unit))
-    busy = [f"{lane.value}\n{timeline.busy_s(lane) / max(timeline.active_s, 1e-9):.0%} busy" for lane in Lane]
-    axes.set_yticks(range(len(rows)), [*rows[: -len(Lane)], *busy])
+    busy = [f"{lane.value}\n{timeline.busy_s(lane) / max(timeline.active_s, 1e-9):.0%} busy" for lane in timeline.lanes]
+    axes.set_yticks(range(len(rows)), [*([MODEL] if phases else []), *busy])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(start_ms, end_ms)
     if start_ms < 0:

@@ -89,8 +89,14 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     if updated and setup.params_on_host:
         tensors.append((max(updated) * setup.widths.param, 1))
     eager_bytes = shadow_bytes(setup.widths) * plan.eager_numel
+    slab_bytes, disk = setup.widths.slab_bytes(plan.workload), setup.widths.disk_bytes(plan.workload)
     return [
-        Reservation(kind=MemoryKind.PINNED, each_bytes=setup.widths.slab_bytes(plan.workload)),
+        Reservation(kind=MemoryKind.PINNED, each_bytes=slab_bytes - disk.on_disk),
+        *(
+            [Reservation(kind=MemoryKind.PINNED, each_bytes=disk.each_slot, count=disk.num_slots)]
+            if disk.num_slots
+            else []
+        ),
         *([Reservation(kind=MemoryKind.SHADOW, each_bytes=eager_bytes)] if eager_bytes else []),
         *(Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each, count=count) for each, count in tensors),
         *staging_buffers(plan, setup),
@@ -267,7 +273,11 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
         if count == 0:
             continue
         line = f"{placement.value}: {_counted(count, 'unit')}, {numel:,} parameters, "
-        line += f"{size(sum(widths.on_host.values()) * numel)} of host memory"
+        on_disk_numel = plan.workload.on_disk_numel if placement is Placement.CPU else 0
+        host_bytes = sum(widths.on_host.values()) * numel - widths.states * on_disk_numel
+        line += f"{size(host_bytes)} of host memory"
+        if on_disk_numel:
+            line += f", {on_disk_numel:,} of them on disk with {size(widths.states * on_disk_numel)}"
         if placement is Placement.STREAMED:
             slot = size(widths.states * schedule.slot_numel)
             line += f", on the accelerator {_counted(schedule.num_slots, 'slot')} of {slot}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.slowdown import NO_SLOWDOWN, ModelProgress, Slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import PUBLISHING
 from perf_model.schedule.workload import Unit, Workload
 from perf_model.units import seconds
@@ -105,18 +107,20 @@ class Windows:
     def _late_prefetches_s(self, timeline: Timeline, forward_end_s: float, cost: CostModel) -> float:
         """Return by how much flushes delay the prefetches of the backward that starts at ``forward_end_s``.
 
-        Both share the link in ``backward_s``, and slow each other down until one of them ends.
+        Both share the link in ``backward_s``, and slow each other down until one of them ends. In the same way, writes
+        to disk delay reads.
         """
         prefetches = (span for span in timeline.spans if span.action.kind is ActionKind.PREFETCH)
         filled_s = -min((span.start_s for span in prefetches if span.start_s < 0.0), default=0.0)
-        flushed_s = max(0.0, timeline.end_s - forward_end_s)
+        ends_s = (span.end_s for span in timeline.spans if span.action.kind is not ActionKind.WRITE)
+        flushed_s = max(0.0, max(ends_s, default=0.0) - forward_end_s)
         prefetch, flush = cost.speeds_of_copies
         late_s = [
             0.0,
             filled_s + flushed_s * ((1.0 - prefetch) / flush) - self.backward_s,
             flushed_s + filled_s * ((1.0 - flush) / prefetch) - self.backward_s,
         ]
-        for start_s, end_s in _uses_of_slots(timeline):
+        for start_s, end_s in chain(*(_uses_of_slots(timeline, *kinds) for kinds in EMPTIED_BY.items())):
             late_s.append(end_s - (forward_end_s + self.backward_s + min(0.0, start_s)))
         return max(late_s)
 
@@ -152,14 +156,14 @@ def slowest(windows: Sequence[Windows]) -> Windows:
     )
 
 
-def _uses_of_slots(timeline: Timeline) -> list[tuple[float, float]]:
-    """Return when slots are first filled, and when the last flushes of the update before empty them."""
+def _uses_of_slots(timeline: Timeline, fills: ActionKind, empties: ActionKind) -> list[tuple[float, float]]:
+    """Return when slots are first filled, and when the last actions of the update before empty them."""
     starts_s: dict[int | None, float] = {}
     ends_s: dict[int | None, float] = {}
     for span in timeline.spans:
         slot = span.action.slot
-        if span.action.kind is ActionKind.PREFETCH:
+        if span.action.kind is fills:
             starts_s[slot] = min(span.start_s, starts_s.get(slot, span.start_s))
-        elif span.action.kind is ActionKind.FLUSH_STATES:
+        elif span.action.kind is empties:
             ends_s[slot] = max(span.end_s, ends_s.get(slot, span.end_s))
     return list(zip(sorted(starts_s.values()), sorted(ends_s.values()), strict=True))

@@ -3,9 +3,9 @@
 As in the executor, the host issues all actions ahead of time. An action *waits* until its waits are over and the
 earlier actions of its lane have ended. Then it *runs*, at a speed that is recomputed whenever an action starts or ends.
 
-Second 0 is the moment at which the step is decided. With a window in backward, prefetches start earlier, at most by the
-time that it takes to fill the slots, and the cpu lane updates eager units as soon as backward has completed their
-gradients, in the order of completion. From second 0 on, every lane follows the order of the schedule.
+Second 0 is the moment at which the step is decided. With a window in backward, prefetches and reads start earlier, at
+most by the time that it takes to fill the slots, and the cpu lane updates eager units as soon as backward has completed
+their gradients, in the order of completion. From second 0 on, every lane follows the order of the schedule.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from perf_model.prediction.cost import CostModel, relative_speeds
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Span, Timeline
 from perf_model.schedule.action import ActionKind, Lane
+from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
@@ -82,9 +83,12 @@ class _Simulation:
             self._waiting[action.lane].append(position)
         for waiting in self._waiting.values():
             waiting.reverse()
-        self._in_backward = {Lane.H2D: self._waiting[Lane.H2D], Lane.CPU: list[int]()}
-        prefetches_s = 0.0 - min(simulator.windows.backward_s, self._fill_s())
-        self._allowed_s = dict.fromkeys(self._waiting[Lane.H2D], prefetches_s)
+        self._in_backward = {Lane.CPU: list[int]()}
+        self._allowed_s: dict[int, float] = {}
+        for kind in EMPTIED_BY:
+            waiting = self._in_backward[kind.lane] = self._waiting[kind.lane]
+            allowed_s = 0.0 - min(simulator.windows.backward_s, self._fill_s(kind))
+            self._allowed_s |= dict.fromkeys(waiting, allowed_s)
         speculations = {action.unit: positions[action.name] for action in self._actions if action.kind is _SPECULATE}
         completed_s = simulator.windows.completed_s(workload) if speculations else {}
         for unit, moment_s in completed_s.items():
@@ -103,11 +107,10 @@ class _Simulation:
         assert not any(self._waiting.values()), "a checked schedule does not deadlock"
         return Timeline(tuple(map(Span, self._actions, self._started_s, self._ended_s)))
 
-    def _fill_s(self) -> float:
-        """Return the seconds of the prefetches that wait for no flush, which run one after another."""
-        prefetches = (action for action in self._actions if action.kind is ActionKind.PREFETCH)
-        filling = takewhile(lambda action: not action.waits, prefetches)
-        return sum(self._simulator.load(ActionKind.PREFETCH, self._numels[action.unit]).total_s for action in filling)
+    def _fill_s(self, kind: ActionKind) -> float:
+        """Return the seconds of the prefetches or reads that wait for no slot, which run one after another."""
+        filling = takewhile(lambda action: not action.waits, (each for each in self._actions if each.kind is kind))
+        return sum(self._simulator.load(kind, self._numels[action.unit]).total_s for action in filling)
 
     def _next_allowed_s(self) -> float:
         """Return the next moment before second 0 at which a free lane is allowed to start an action, or second 0."""

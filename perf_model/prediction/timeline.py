@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.schedule.action import Action, ActionKind, Lane, lanes_of
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Timeline:
         """Return the seconds in which at least one action ran."""
         return self.busy_s(*Lane)
 
+    @property
+    def lanes(self) -> list[Lane]:
+        """Return the lanes to show."""
+        return lanes_of(span.action for span in self.spans)
+
     def hidden_s(self, exposed_s: float) -> float:
         """Return the seconds of the update that were hidden, given the exposed ones."""
         return max(0.0, self.active_s - exposed_s)
@@ -94,7 +99,7 @@ class Timeline:
 
     def chrome_trace(self, phases: Sequence[PhaseSpan] = ()) -> dict[str, object]:
         """Return the Trace Event Format of Perfetto, with one thread per lane and one for ``phases``."""
-        threads = [*([MODEL] if phases else []), *(lane.value for lane in Lane)]
+        threads = [*([MODEL] if phases else []), *(lane.value for lane in self.lanes)]
         events: list[dict[str, object]] = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": thread}}
             for tid, thread in enumerate(threads)

@@ -28,6 +28,7 @@ def work_bound(
     """
     numel, each_bytes = workload.numel, setup.widths.states
     busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
+    disk_s = cost.busy_s_on_disk(workload.on_disk_numel)
     free_bytes, gradients_bytes = float("inf") if gpu_bytes is None else gpu_bytes, setup.widths.grad * numel
     if setup.accumulates and setup.keeps_sums(updates_on_accelerator=True):
         free_bytes, gradients_bytes = free_bytes - gradients_bytes, 0
@@ -36,7 +37,8 @@ def work_bound(
         resident = min(share, max(0.0, free_bytes - share * gradients_bytes) / (each_bytes * numel))
         shares = {Placement.CPU: 1.0 - share, Placement.STREAMED: share - resident, Placement.RESIDENT: resident}
         return {
-            resource: numel * sum(shares[placement] * each[resource] for placement, each in busy_s.items())
+            resource: disk_s[resource]
+            + numel * sum(shares[placement] * each[resource] for placement, each in busy_s.items())
             for resource in cost.capacities
         }
 

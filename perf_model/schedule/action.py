@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -15,9 +16,16 @@ class Lane(Enum):
     D2H = "d2h"
     CPU = "cpu"
     PUBLISH = "publish"
+    READ = "read"
+    WRITE = "write"
 
     # Enum computes hashes in Python, from names, and the planner looks lanes up millions of times.
     __hash__ = object.__hash__
+
+    @property
+    def is_thread(self) -> bool:
+        """Return whether a thread of the host runs the actions; otherwise, a stream of the accelerator does."""
+        return self in (Lane.CPU, Lane.READ, Lane.WRITE)
 
 
 class ActionKind(Enum):
@@ -37,6 +45,9 @@ class ActionKind(Enum):
     """Exchange of the two versions, once the step is known to be the one that was speculated."""
     PUBLISH = "PUBLISH", Lane.PUBLISH
     """Copy of the updated parameters of a CPU unit to the place where the model reads them."""
+    READ = "READ", Lane.READ
+    """Read of p, m and v of a unit on disk to a disk slot in host memory, where the CPU updates them."""
+    WRITE = "WRITE", Lane.WRITE
 
     __hash__ = object.__hash__
 
@@ -48,7 +59,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One step of the update of one unit, in the staging ``slot`` if it is streamed.
+    """One step of the update of one unit, in the staging ``slot`` if it is streamed, in a disk slot if it is on disk.
 
     ``waits`` names the actions of *other* lanes that must have finished before this one starts.
     """
@@ -72,3 +83,9 @@ class Action:
         slot = "" if self.slot is None else f" slot {self.slot}"
         waits = f" after {', '.join(self.waits)}" if self.waits else ""
         return f"{self.name}{slot}{waits}"
+
+
+def lanes_of(actions: Iterable[Action]) -> list[Lane]:
+    """Return the lanes of a table or a picture: those of the disk only if one of ``actions`` uses a disk."""
+    used = {action.lane for action in actions}
+    return [lane for lane in Lane if lane in used or lane not in (Lane.READ, Lane.WRITE)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from perf_model.schedule.action import Action, ActionKind
-from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN, Clocks, dependencies
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN, EMPTIED_BY, Clocks, dependencies
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule, format_grid
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
@@ -41,33 +41,35 @@ def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:
 
 
 def check_next_update(schedule: Schedule, carried: Mapping[str, str]) -> None:
-    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes.
+    """Raise ``ScheduleError`` if the next update may overwrite or read what this one still flushes or writes.
 
-    ``carried`` maps a prefetch to the flush of the update before that it waits for. The next update has the same
-    schedule, with slots shifted by ``slot_shift``.
+    ``carried`` maps a prefetch or a read to the flush or write of the update before that it waits for. The next update
+    has the same schedule, with the slots of streamed units shifted by ``slot_shift``.
     """
     by_name = {action.name: action for action in schedule.actions}
     clocks = Clocks()
     for action in schedule.actions:
         clocks.issue(action, clocks.start_clock(action, action.waits))
-    flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
-    flush_of, last_out_of = {flush.unit: flush for flush in flushes}, {flush.slot: flush for flush in flushes}
-    filled: set[int] = set()
+    emptying = [action for action in schedule.actions if action.kind in EMPTIED_BY.values()]
+    of_unit, last_out_of = {each.unit: each for each in emptying}, {(each.kind, each.slot): each for each in emptying}
+    filled: set[tuple[ActionKind, int]] = set()
     later = 1 + max((action.unit for action in schedule.actions), default=0)
     for action in schedule.actions:
         waits = [replace(by_name[name], unit=by_name[name].unit + later).name for name in action.waits]
         waits += [carried[action.name]] if action.name in carried else []
         following = replace(action, unit=action.unit + later)
         start = clocks.start_clock(following, waits)
-        if action.kind is ActionKind.PREFETCH and action.slot is not None:
-            in_use = [flush_of[action.unit]]
-            if action.slot not in filled:
-                memory = (action.slot + slot_shift(schedule)) % schedule.num_slots
-                in_use += [last_out_of[memory]] if memory in last_out_of else []
-                filled.add(action.slot)
-            for flush in in_use:
-                if not clocks.has_finished(flush, start):
-                    rule = f"{action.name} of the next update may start before {flush.name} has finished."
+        if action.kind in EMPTIED_BY and action.slot is not None:
+            in_use, memory = [of_unit[action.unit]], action.slot
+            if action.kind is ActionKind.PREFETCH:
+                memory = (memory + slot_shift(schedule)) % schedule.num_slots
+            if (action.kind, action.slot) not in filled:
+                last = EMPTIED_BY[action.kind], memory
+                in_use += [last_out_of[last]] if last in last_out_of else []
+                filled.add((action.kind, action.slot))
+            for before in in_use:
+                if not clocks.has_finished(before, start):
+                    rule = f"{action.name} of the next update may start before {before.name} has finished."
                     raise ScheduleError(schedule, action, rule)
         clocks.issue(following, start)
 
@@ -82,12 +84,14 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
             raise ScheduleError(schedule, action, f"There are {len(workload.units)} units.")
         kinds[action.unit].append(action.kind)
     by_chain = {chain: placement for placement, chain in CHAINS.items()} | {EAGER_CHAIN: Placement.CPU}
+    of_disk: dict[tuple[ActionKind, ...], Placement] = {DISK_CHAIN: Placement.CPU}
     placements = []
     for unit in workload.units:
-        placement = by_chain.get(tuple(kinds[unit.index]))
+        chains_of_unit = of_disk if unit.is_on_disk else by_chain
+        placement = chains_of_unit.get(tuple(kinds[unit.index]))
         if placement is None:
             last = [action for action in schedule.actions if action.unit == unit.index][-1:]
-            chains = " or ".join(" ".join(kind.value for kind in chain) for chain in by_chain)
+            chains = " or ".join(" ".join(kind.value for kind in chain) for chain in chains_of_unit)
             found = " ".join(kind.value for kind in kinds[unit.index]) or "nothing"
             rule = f"Unit {unit.index} is updated by {chains}, in that order; found {found}."
             raise ScheduleError(schedule, last[0] if last else None, rule)
@@ -98,16 +102,18 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
 def _check_slots(schedule: Schedule, workload: Workload, placements: tuple[Placement, ...]) -> None:
     slot_of: dict[int, int | None] = {}
     for action in schedule.actions:
-        if placements[action.unit] is not Placement.STREAMED:
+        on_disk = workload.units[action.unit].is_on_disk
+        if not (on_disk or placements[action.unit] is Placement.STREAMED):
             if action.slot is not None:
-                raise ScheduleError(schedule, action, "Only a streamed unit uses a slot.")
+                raise ScheduleError(schedule, action, "Only a streamed unit and one on disk use a slot.")
             continue
-        if action.slot is None or not 0 <= action.slot < schedule.num_slots:
-            raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {schedule.num_slots} slots.")
+        num_slots = schedule.num_disk_slots if on_disk else schedule.num_slots
+        if action.slot is None or not 0 <= action.slot < num_slots:
+            raise ScheduleError(schedule, action, f"{action.kind.value} needs one of {num_slots} slots.")
         if slot_of.setdefault(action.unit, action.slot) != action.slot:
             raise ScheduleError(schedule, action, "A unit stays in the slot that it was prefetched to.")
         length = workload.units[action.unit].length
-        if length > schedule.slot_numel:
+        if not on_disk and length > schedule.slot_numel:
             rule = f"A slot holds {schedule.slot_numel} parameters; unit {action.unit} has {length}."
             raise ScheduleError(schedule, action, rule)
 

@@ -27,6 +27,9 @@ PIECE_MULTIPLE = 256
 SLIVER = 0.05
 """The largest part of a layer that may share a unit with other layers if the rest of the layer is elsewhere."""
 
+DISK_UNIT_SIZE = 10**7
+"""The most parameters of a unit on disk: 120 MB of states, which a disk reads as fast as more."""
+
 WHOLE_SUB_GROUPS = 10**15
 """The unit size with which every sub-group is one unit, unless rules place parts of it differently."""
 
@@ -44,12 +47,14 @@ def cut_into_units(
     sub_groups: Sequence[Sequence[Partition]],
     unit_size: int,
     placement_of: Callable[[str], Placement | None] = lambda name: None,
+    disk_unit_size: int = DISK_UNIT_SIZE,
 ) -> Workload:
     """Return the units of ``sub_groups``, each of at most ``unit_size`` parameters rounded up to ``PIECE_MULTIPLE``.
 
     Whole layers share a unit while they fit, and a longer layer is cut into equal pieces. If a sub-group ends inside a
     layer, each part is its own unit, unless it is a ``SLIVER`` or ``unit_size`` is ``WHOLE_SUB_GROUPS``.
     ``placement_of`` maps the name of a parameter to the placement of a rule or to None. A unit ends where this changes.
+    Units on disk have at most ``disk_unit_size`` parameters, so that they stay the same when the others are cut anew.
     """
     units: list[Unit] = []
     persistent = tuple(chain.from_iterable(_ranges(*group, True) for group in enumerate(sub_groups)))
@@ -63,13 +68,16 @@ def cut_into_units(
         total = sum(run.numel for run in ranges)
         begin = end = 0
         others = (partition for partition in partitions if not partition.is_persistent)
-        for fixed, together in groupby(others, key=lambda partition: placement_of(partition.name)):
-            for run in _runs(together, unit_size, {} if unit_size >= WHOLE_SUB_GROUPS else whole):
-                for numel, label in _pieces(*run, unit_size):
+        for (on_disk, fixed), together in groupby(others, key=lambda each: (each.is_on_disk, placement_of(each.name))):
+            most = disk_unit_size if on_disk else unit_size
+            for run in _runs(together, most, {} if unit_size >= WHOLE_SUB_GROUPS else whole):
+                for numel, label in _pieces(*run, most):
                     end += numel
                     border = min(-(-end // BORDER_MULTIPLE) * BORDER_MULTIPLE, total)
                     if border > begin:
-                        units.append(Unit(len(units), tuple(_part(ranges, begin, border)), label, fixed))
+                        place = Placement.CPU if on_disk else fixed
+                        unit = Unit(len(units), tuple(_part(ranges, begin, border)), label, place, is_on_disk=on_disk)
+                        units.append(unit)
                         begin = border
     return Workload(tuple(units))
 

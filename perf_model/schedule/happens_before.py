@@ -21,24 +21,31 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
 EAGER_CHAIN = (ActionKind.SPECULATE, ActionKind.COMMIT, ActionKind.PUBLISH)
 """The actions of a CPU unit that is eager: its states have two versions."""
 
+DISK_CHAIN = (ActionKind.READ, ActionKind.CPU_STEP, ActionKind.PUBLISH, ActionKind.WRITE)
+"""The actions of a unit on disk. Its write waits for its publication, which may read the masters in the disk slot."""
+
+EMPTIED_BY = {ActionKind.PREFETCH: ActionKind.FLUSH_STATES, ActionKind.READ: ActionKind.WRITE}
+"""The action that empties a slot, by the action that fills it."""
+
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
     """Return, by action name, the actions that must have finished before the action starts.
 
-    These are the predecessor in the unit's chain and, for a PREFETCH, the FLUSH_STATES of the previous occupant of its
-    slot.
+    These are the predecessor in the unit's chain and, for a PREFETCH or a READ, the action that empties its slot of the
+    previous occupant.
     """
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
-    occupant: dict[int, Action] = {}
+    occupant: dict[tuple[ActionKind, int], Action] = {}
     needs: dict[str, tuple[Action, ...]] = {}
     for action in actions:
         required = [latest[action.unit]] if action.unit in latest else []
         latest[action.unit] = action
-        if action.kind is ActionKind.PREFETCH and action.slot is not None:
-            if action.slot in occupant:
-                required.append(by_name[f"{ActionKind.FLUSH_STATES.value} {occupant[action.slot].unit}"])
-            occupant[action.slot] = action
+        if action.kind in EMPTIED_BY and action.slot is not None:
+            slot = action.kind, action.slot
+            if slot in occupant:
+                required.append(by_name[f"{EMPTIED_BY[action.kind].value} {occupant[slot].unit}"])
+            occupant[slot] = action
         needs[action.name] = tuple(required)
     return needs
 

@@ -7,13 +7,32 @@ PyTorch's allocator of pinned memory would round each tensor up to a power of tw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
 
 ALIGNMENT_BYTES = 64
 """The size of a cache line, which no two tensors share."""
+
+PAGE_BYTES = 4096
+"""The unit of memory mappings and of direct I/O. With states on disk, each tensor starts at a page."""
+
+NUM_DISK_SLOTS = 3
+"""One disk slot is read, one is updated, and one is written."""
+
+
+class DiskBytes(NamedTuple):
+    """The bytes of states on disk, and the host memory of each of ``num_slots`` disk slots."""
+
+    on_disk: int
+    each_slot: int
+    num_slots: int
+
+
+NO_DISK = DiskBytes(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +73,26 @@ class Widths:
         return widths
 
     def slab_bytes(self, workload: Workload) -> int:
-        """Return the size of one rank's slab."""
-        return sum(aligned(numel * width) for numel in workload.sub_group_numels for width in self.on_host.values())
+        """Return the addresses of one rank's slab, also for the states in it that are on disk."""
+        alignment = PAGE_BYTES if workload.on_disk_numel else ALIGNMENT_BYTES
+        widths = self.on_host.values()
+        return sum(aligned(numel * width, alignment) for numel in workload.sub_group_numels for width in widths)
+
+    def disk_bytes(self, workload: Workload) -> DiskBytes:
+        """Return the bytes of the slab that are on disk, and those of the disk slots."""
+        if not workload.on_disk_numel:
+            return NO_DISK
+        # The planner asks for the same workload thousands of times.
+        known: dict[Widths, DiskBytes] = workload.known_disk_bytes
+        if self not in known:
+            runs = list(runs_on_disk(workload, self))
+            largest: Counter[int] = Counter()
+            for run in runs:
+                largest[run.unit] += run.slot_bytes
+            known[self] = DiskBytes(
+                sum(run.size_bytes for run in runs), max(largest.values()), min(NUM_DISK_SLOTS, len(largest))
+            )
+        return known[self]
 
 
 SIXTEEN_BIT = Widths(param=2, grad=2)
@@ -88,13 +125,65 @@ class SlabTensor:
 
 def slab_tensors(workload: Workload, widths: Widths) -> Iterator[SlabTensor]:
     """Yield the tensors in the slab in order."""
-    offset_bytes = 0
+    offset_bytes, alignment = 0, PAGE_BYTES if workload.on_disk_numel else ALIGNMENT_BYTES
     for sub_group, numel in enumerate(workload.sub_group_numels):
         for name, width in widths.on_host.items():
             yield SlabTensor(sub_group=sub_group, name=name, offset_bytes=offset_bytes, numel=numel)
-            offset_bytes += aligned(numel * width)
+            offset_bytes += aligned(numel * width, alignment)
 
 
-def aligned(size_bytes: int) -> int:
-    """Return ``size_bytes`` rounded up to whole cache lines."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+@dataclass(frozen=True, kw_only=True)
+class DiskRun:
+    """One state of one range of a unit on disk: the bytes of the slab from ``begin_bytes`` to ``end_bytes``.
+
+    Only its whole pages are in the file, at the same offset as in the slab. The ``edges`` before and after them share
+    pages with other states, and stay in host memory.
+    """
+
+    unit: int
+    part: int
+    name: str
+    begin_bytes: int
+    end_bytes: int
+
+    @property
+    def offset_bytes(self) -> int:
+        """Return where the whole pages begin."""
+        return aligned(self.begin_bytes, PAGE_BYTES)
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the whole pages, which may be 0."""
+        return max(0, self.end_bytes // PAGE_BYTES * PAGE_BYTES - self.offset_bytes)
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Return begin and end of the bytes that are not in the file."""
+        if self.size_bytes == 0:
+            return [(self.begin_bytes, self.end_bytes)]
+        pages_end = self.offset_bytes + self.size_bytes
+        edges = ((self.begin_bytes, self.offset_bytes), (pages_end, self.end_bytes))
+        return [(begin, end) for begin, end in edges if begin < end]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the bytes of a disk slot for the state, which starts as far after a page as in the slab."""
+        return aligned(self.end_bytes, PAGE_BYTES) - self.begin_bytes // PAGE_BYTES * PAGE_BYTES
+
+
+def runs_on_disk(workload: Workload, widths: Widths) -> Iterator[DiskRun]:
+    """Yield the states of all units on disk, with their places in the slab, in the order of disk slots."""
+    tensors = {(tensor.sub_group, tensor.name): tensor for tensor in slab_tensors(workload, widths)}
+    for unit in workload.units:
+        if not unit.is_on_disk:
+            continue
+        for name, width in widths.of_states.items():
+            for part, run in enumerate(unit.ranges):
+                first = tensors[run.sub_group, name].offset_bytes
+                begin_bytes, end_bytes = (first + element * width for element in (run.begin, run.end))
+                yield DiskRun(unit=unit.index, part=part, name=name, begin_bytes=begin_bytes, end_bytes=end_bytes)
+
+
+def aligned(size_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
+    """Return ``size_bytes`` rounded up to whole cache lines, or to multiples of ``alignment``."""
+    return -(-size_bytes // alignment) * alignment

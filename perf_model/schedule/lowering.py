@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 
 from perf_model.schedule.action import Action, ActionKind
-from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN, Clocks, dependencies
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN, Clocks, dependencies
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
+
+CPU_PER_DISK = 4
+"""The parameters that the CPU updates while a disk reads and writes one: of other units, before each unit on disk."""
 
 
 def lower(
@@ -17,14 +21,18 @@ def lower(
     num_slots: int,
     order: Sequence[int],
     eager: Collection[int] = (),
+    num_disk_slots: int = 0,
 ) -> Schedule:
     """Return the schedule that executes ``placements`` in the given order of the units, of which some are ``eager``."""
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
-    num_slots = min(num_slots, len(streamed))
+    on_disk = [index for index in order if workload.units[index].is_on_disk]
+    num_slots, num_disk_slots = min(num_slots, len(streamed)), min(num_disk_slots, len(on_disk))
+    slots, disk_slots = assign_slots(streamed, num_slots), assign_slots(on_disk, num_disk_slots)
     return Schedule(
         num_slots=num_slots,
         slot_numel=max((workload.units[index].length for index in streamed), default=0),
-        actions=tuple(insert_waits(issue_order(order, placements, assign_slots(streamed, num_slots), eager))),
+        num_disk_slots=num_disk_slots,
+        actions=tuple(insert_waits(issue_order(order, placements, slots, eager, disk_slots))),
     )
 
 
@@ -35,6 +43,7 @@ def forward_order(
 
     ``first_use`` defaults to the order of the indices. Resident units come first. The others are ordered by the share
     of their placement that is done when a CPU unit is done, or a streamed one half done, so all lanes finish together.
+    Before each unit on disk, the CPU updates ``CPU_PER_DISK`` times as many parameters of others, while there are some.
     """
     in_order = list(range(len(placements)) if first_use is None else first_use)
     if (persistent := workload.persistent_unit) is not None:
@@ -42,9 +51,16 @@ def forward_order(
         in_order.remove(persistent)
         in_order.insert(0, persistent)
     due: list[tuple[float, bool, int]] = []
+    on_host = [index for index in in_order if not workload.units[index].is_on_disk]
+    of_cpu = sum(workload.units[index].numel for index in on_host if placements[index] is Placement.CPU)
+    passed = 0
+    for index in in_order:
+        if workload.units[index].is_on_disk:
+            passed += workload.units[index].numel
+            due.append((min(1.0, CPU_PER_DISK * passed / max(1, of_cpu)), True, index))
     for placement in (Placement.CPU, Placement.STREAMED):
         on_cpu = placement is Placement.CPU
-        indices = [index for index in in_order if placements[index] is placement]
+        indices = [index for index in on_host if placements[index] is placement]
         total, done = sum(workload.units[index].numel for index in indices), 0
         for index in indices:
             numel = workload.units[index].numel
@@ -60,19 +76,34 @@ def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
 
 
 def issue_order(
-    order: Sequence[int], placements: Sequence[Placement], slots: dict[int, int], eager: Collection[int] = ()
+    order: Sequence[int],
+    placements: Sequence[Placement],
+    slots: Mapping[int, int],
+    eager: Collection[int] = (),
+    disk_slots: Mapping[int, int] | None = None,
 ) -> list[Action]:
     """Return the actions, without waits, in the order in which the host issues them.
 
     CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its slot, so that
-    the h2d lane runs ahead by the number of slots.
+    the h2d lane runs ahead by the number of slots, and the read of a unit on disk follows the write that frees its own.
     """
-    on_cpu = [index for index in order if placements[index] is Placement.CPU]
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
     num_slots = max(slots.values(), default=-1) + 1
-    actions = [
-        Action(kind, index) for index in on_cpu for kind in (EAGER_CHAIN if index in eager else CHAINS[Placement.CPU])
-    ]
+    disk_slots = disk_slots or {}
+    actions, to_read = list[Action](), iter([index for index in order if index in disk_slots])
+
+    def read(count: int) -> None:
+        actions.extend(Action(ActionKind.READ, index, disk_slots[index]) for index in islice(to_read, count))
+
+    read(max(disk_slots.values(), default=-1) + 1)
+    for index in order:
+        if placements[index] is not Placement.CPU:
+            continue
+        if index in disk_slots:
+            actions += [Action(kind, index, disk_slots[index]) for kind in DISK_CHAIN[1:]]
+            read(1)
+        else:
+            actions += [Action(kind, index) for kind in (EAGER_CHAIN if index in eager else CHAINS[Placement.CPU])]
     actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
     waiting = streamed[num_slots:]
     for index in order:
@@ -103,14 +134,3 @@ def insert_waits(actions: Sequence[Action]) -> list[Action]:
         clocks.issue(action, start)
         lowered.append(Action(action.kind, action.unit, action.slot, waits) if waits else action)
     return lowered
-
-
-def serial_schedule(placements: Sequence[Placement]) -> Schedule:
-    """Return the schedule of stock DeepSpeed or Twin-Flow: each action waits for the action before it."""
-    assert Placement.STREAMED not in placements
-    actions: list[Action] = []
-    for unit, placement in enumerate(placements):
-        for kind in CHAINS[placement]:
-            waits = tuple(before.name for before in actions[-1:] if before.lane is not kind.lane)
-            actions.append(Action(kind, unit, waits=waits))
-    return Schedule(num_slots=0, slot_numel=0, actions=tuple(actions))

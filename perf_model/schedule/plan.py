@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from perf_model.schedule.host_layout import NUM_DISK_SLOTS
 from perf_model.schedule.lowering import forward_order, lower
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Unit, Workload
 
 DEFAULT_NUM_SLOTS = 2
 """Two slots let transfers overlap with updates."""
@@ -23,7 +24,7 @@ class UpdatePlan:
 
     The host processes the units in ``order``, which defaults to ``forward_order``. The ``eager`` units, which the CPU
     updates, have two versions of their states, so that their updates may run in backward. Raise ``ValueError`` if
-    placements, slots, order or eager units are invalid, or if the persistent unit is not on the CPU.
+    placements, slots, order or eager units are invalid, or if the persistent unit or one on disk is not on the CPU.
     """
 
     workload: Workload
@@ -41,19 +42,22 @@ class UpdatePlan:
         persistent = self.workload.persistent_unit
         if persistent is not None and self.placements[persistent] is not Placement.CPU:
             raise ValueError(f"The CPU updates persistent parameters, found {self.placements[persistent].value}.")
+        if wrong := [unit.index for unit in self.workload.units if unit.is_on_disk and not self._is_on_cpu(unit)]:
+            raise ValueError(f"The CPU updates units on disk, found others: {wrong}.")
         if self.num_slots < 1:
             raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
         if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
             raise ValueError(f"A plan's order names each of its {len(self.placements)} units once, found {self.order}.")
         if self.eager and not self.eager <= self.eligible_as_eager:
             wrong = sorted(self.eager - self.eligible_as_eager)
-            raise ValueError(f"Eager units are on the CPU, and the persistent unit is not eager, found {wrong}.")
+            rule = "Eager units are on the CPU, and neither the persistent unit nor one on disk is eager"
+            raise ValueError(f"{rule}, found {wrong}.")
 
     @cached_property
     def schedule(self) -> Schedule:
         """Return the actions, lowered on first use, because the planner discards many plans without them."""
         order = self.order or forward_order(self.workload, self.placements)
-        return lower(self.workload, self.placements, self.num_slots, order, self.eager)
+        return lower(self.workload, self.placements, self.num_slots, order, self.eager, NUM_DISK_SLOTS)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,9 +77,15 @@ class UpdatePlan:
 
     @property
     def eligible_as_eager(self) -> frozenset[int]:
-        """Return the units that may be eager: those on the CPU but the persistent one, which ``step()`` waits for."""
-        placed = zip(self.workload.units, self.placements, strict=True)
-        return frozenset(unit.index for unit, found in placed if found is Placement.CPU and not unit.is_persistent)
+        """Return the units on the CPU that may be eager: not the persistent one, which ``step()`` waits for."""
+        return frozenset(
+            unit.index
+            for unit in self.workload.units
+            if self._is_on_cpu(unit) and not (unit.is_persistent or unit.is_on_disk)
+        )
+
+    def _is_on_cpu(self, unit: Unit) -> bool:
+        return self.placements[unit.index] is Placement.CPU
 
     @property
     def eager_numel(self) -> int:
@@ -103,19 +113,22 @@ class UpdatePlan:
             f"{len(self.placements)} units, {self.workload.numel:,} parameters: {counts} "
             f"({share:.0%} of the parameters updated on the GPU), "
             f"{f'{self.eager_numel:,} parameters eager, ' if self.eager else ''}"
+            f"{f'{on_disk:,} parameters on disk, ' if (on_disk := self.workload.on_disk_numel) else ''}"
             f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
         )
 
 
 def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]:
-    """Return ``placement`` for every unit except the persistent one, which is on the CPU."""
-    return tuple(Placement.CPU if unit.is_persistent else placement for unit in workload.units)
+    """Return ``placement`` for every unit except the persistent one and those on disk, which are on the CPU."""
+    return tuple(Placement.CPU if unit.is_persistent or unit.is_on_disk else placement for unit in workload.units)
 
 
 def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
     """Stream each unit i with (i + 1) % stride == 0, not counting the persistent one (arXiv 2410.21316)."""
     first = 0 if workload.persistent_unit is None else 1
     return tuple(
-        Placement.STREAMED if unit.index >= first and (unit.index - first + 1) % stride == 0 else Placement.CPU
+        Placement.STREAMED
+        if unit.index >= first and (unit.index - first + 1) % stride == 0 and not unit.is_on_disk
+        else Placement.CPU
         for unit in workload.units
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from perf_model.schedule.action import Action, ActionKind, Lane
+from perf_model.schedule.action import Action, ActionKind, lanes_of
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 """The kinds of action that write 16-bit parameters. Each unit has exactly one such action."""
@@ -13,11 +13,12 @@ PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The actions in issue order, and the slots, each of ``slot_numel`` parameters."""
+    """The actions in issue order, the slots, each of ``slot_numel`` parameters, and the number of disk slots."""
 
     num_slots: int
     slot_numel: int
     actions: tuple[Action, ...]
+    num_disk_slots: int = 0
 
     @cached_property
     def publishing(self) -> dict[int, int]:
@@ -35,10 +36,11 @@ def format_grid(schedule: Schedule, failing: Action | None = None) -> str:
     def cell(action: Action) -> str:
         return action.name if action.slot is None else f"{action.name} [{action.slot}]"
 
-    width = max([len(cell(action)) for action in schedule.actions] + [len(lane.value) for lane in Lane])
-    rows = ["  " + " ".join(["   #", *(lane.value.ljust(width) for lane in Lane), "after"])]
+    lanes = lanes_of(schedule.actions)
+    width = max([len(cell(action)) for action in schedule.actions] + [len(lane.value) for lane in lanes])
+    rows = ["  " + " ".join(["   #", *(lane.value.ljust(width) for lane in lanes), "after"])]
     for position, action in enumerate(schedule.actions):
-        columns = [(cell(action) if action.lane is lane else "").ljust(width) for lane in Lane]
+        columns = [(cell(action) if action.lane is lane else "").ljust(width) for lane in lanes]
         mark = ">" if action is failing else " "
         rows.append(f"{mark} {' '.join([f'{position:4}', *columns, ', '.join(action.waits)])}".rstrip())
     return "\n".join(rows)

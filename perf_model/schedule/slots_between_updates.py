@@ -15,6 +15,7 @@ from __future__ import annotations
 from math import gcd
 
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import Schedule
 
 MOST_PAIRS = 25_000
@@ -31,24 +32,29 @@ def slot_shift(schedule: Schedule) -> int:
 
 
 def flushes_before(schedule: Schedule) -> dict[str, str]:
-    """Return, by the name of a prefetch, the flush of the update before that the prefetch waits for.
+    """Return, by the name of a prefetch or a read, the flush or write of the update before that it waits for.
 
-    A prefetch waits for the last flush out of its memory and for the flush of its unit. A wait that another implies is
-    left out.
+    It waits for the last one out of its memory and for the one of its unit. A wait that another implies is left out.
     """
-    flushes = [action for action in schedule.actions if action.kind is ActionKind.FLUSH_STATES]
-    last_out_of = {flush.slot: number for number, flush in enumerate(flushes)}
-    flush_of = {flush.unit: number for number, flush in enumerate(flushes)}
-    shift, finished, filled = slot_shift(schedule), -1, set()
+    return _before(schedule, ActionKind.PREFETCH, schedule.num_slots, slot_shift(schedule)) | _before(
+        schedule, ActionKind.READ, schedule.num_disk_slots
+    )
+
+
+def _before(schedule: Schedule, fills: ActionKind, num_slots: int, shift: int = 0) -> dict[str, str]:
+    emptying = [action for action in schedule.actions if action.kind is EMPTIED_BY[fills]]
+    last_out_of = {action.slot: number for number, action in enumerate(emptying)}
+    of_unit = {action.unit: number for number, action in enumerate(emptying)}
+    finished, filled = -1, set()
     before = {}
-    for prefetch in schedule.actions:
-        if prefetch.kind is not ActionKind.PREFETCH or prefetch.slot is None:
+    for filling in schedule.actions:
+        if filling.kind is not fills or filling.slot is None:
             continue
-        needed = flush_of[prefetch.unit]
-        if prefetch.slot not in filled:
-            needed = max(needed, last_out_of.get((prefetch.slot + shift) % schedule.num_slots, -1))
-            filled.add(prefetch.slot)
+        needed = of_unit[filling.unit]
+        if filling.slot not in filled:
+            needed = max(needed, last_out_of.get((filling.slot + shift) % num_slots, -1))
+            filled.add(filling.slot)
         if needed > finished:
-            before[prefetch.name] = flushes[needed].name
+            before[filling.name] = emptying[needed].name
             finished = needed
     return before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from perf_model.schedule.placement import Placement
 
@@ -19,11 +20,15 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Partition:
-    """One rank's part of a parameter, padding included. DeepSpeed keeps a *persistent* parameter gathered."""
+    """One rank's part of a parameter, padding included. DeepSpeed keeps a *persistent* parameter gathered.
+
+    The states of one that ``is_on_disk`` live in a file, and in host memory only during their update.
+    """
 
     name: str
     numel: int
     is_persistent: bool = False
+    is_on_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Unit:
     The ranges are in one sub-group, except in the *persistent unit*, the first one, which contains all persistent
     parameters. The CPU updates it, and ``step()`` waits until it is published. ``fixed`` is the placement of a rule,
     None if the planner decides. ``used_numel`` is the number of elements that forward uses from its first use of this
-    unit until that of the next. It defaults to ``numel``.
+    unit until that of the next. It defaults to ``numel``. The CPU updates a unit ``is_on_disk``, in a disk slot.
     """
 
     index: int
@@ -56,6 +61,7 @@ class Unit:
     fixed: Placement | None = None
     used_numel: int | None = None
     is_persistent: bool = False
+    is_on_disk: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -111,6 +117,16 @@ class Workload:
     def numel(self) -> int:
         """Return the number of parameters of this rank, padding included."""
         return sum(unit.numel for unit in self.units)
+
+    @cached_property
+    def on_disk_numel(self) -> int:
+        """Return the number of parameters of this rank whose states are on disk, padding included."""
+        return sum(unit.numel for unit in self.units if unit.is_on_disk)
+
+    @cached_property
+    def known_disk_bytes(self) -> dict[Any, Any]:
+        """Return the results of ``Widths.disk_bytes`` so far."""
+        return {}
 
     @cached_property
     def forward_numel(self) -> int:

@@ -24,9 +24,11 @@ from perf_model.prediction.simulate import simulate
 from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.lowering import forward_order, serial_schedule
+from perf_model.schedule.lowering import forward_order
+from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
+from perf_model.schedule.serial import serial_schedule
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, GradientPath, Overheads, PhaseRates
@@ -35,7 +37,8 @@ from perf_model.units import DIGITS, size, size_of
 
 LIMITS_TO_LIFT = {
     "gpu_bytes": "GPU memory: raise --gpu-memory-gb, or lower --gpu-memory-margin-gb.",
-    "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb.",
+    "host_bytes": "Host memory, which includes the system and the processes: raise --host-memory-gb, or keep states on "
+    "disks: --nvme.",
     "pinned_bytes": "Pinned memory: raise --pinned-memory-gb.",
 }
 
@@ -138,6 +141,11 @@ class Forecast:
         self._training_limit = gpu if self._has_gpu else host
         left = None if self._training_limit is None else self._training_limit - self._bytes_of(self._training)
         self.cost = CostModel.from_profile(profile, self._copied)
+        sub_groups = job.sub_groups
+        if job.disk is not None and host is not None:
+            in_memory = host if self._has_gpu else max(0, host - self._training.allocated_bytes)
+            sub_groups = place_on_disk(sub_groups, job.setup.widths, in_memory, job.rules.placement_of)
+            self.cost = self.cost.with_disk(job.disk, job.setup.widths)
         setup, self.windows = job.setup, Windows()
         if self._has_gpu:
             self.windows = Windows(
@@ -160,7 +168,7 @@ class Forecast:
             self.cost = self.cost.without_accelerator()
             available = Budgets(gpu_bytes=0, host_bytes=left, pinned_bytes=limits.pinned)
         request = self._of_all_memory = PlanRequest(
-            sub_groups=job.sub_groups,
+            sub_groups=sub_groups,
             unit_sizes=tuple(unit_sizes),
             cost=self.cost,
             budgets=available,
@@ -261,15 +269,33 @@ class Forecast:
         if self.job.offload_param and widths.rounds:
             # The trained parameters. The budget is what the frozen ones leave.
             reserved = replace(reserved, host_bytes=reserved.host_bytes + plan.workload.numel * PARAM_BYTES)
+        disk = self.job.disk if residents == 0 and self.planned.plan.workload.on_disk_numel else None
+        if disk is not None:
+            reserved = self._memory_of_stock_on_nvme(plan)
         if missing := self.budgets.missing(reserved):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         cost = CostModel.for_stock(self._profile, widths)
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
+        if disk is not None:
+            # All states and gradients are read, and all states are written, one sub-group after the other. Backward
+            # writes the gradients, which is counted here, too.
+            each = widths.states + widths.master
+            update_s += plan.workload.numel * each * (1 / disk.read + 1 / disk.write)
         if (step_params_per_s := self._profile.get("stock_step_params_per_s")) is not None:
             # The rate includes what the simulation lacks: norm, unscaling and the search for inf.
             update_s = max(update_s, plan.numel(Placement.CPU) / (stock_speed_up(widths) * step_params_per_s))
         rates = replace(self._rates, overheads=self._rates.overheads.of_stock)
         return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan, widths))
+
+    def _memory_of_stock_on_nvme(self, plan: UpdatePlan) -> MemoryUse:
+        """Return the host memory: accumulated gradients, and a buffer per state and gradient of the largest sub-group.
+
+        ``PartitionedOptimizerSwapper`` has ``buffer_count`` of them, 4 by default.
+        """
+        widths = self._copied
+        buffers_bytes = (widths.states + widths.master) * max(plan.workload.sub_group_numels)
+        host_bytes = plan.workload.numel * widths.param + buffers_bytes
+        return MemoryUse(gpu_bytes=0, host_bytes=host_bytes, pinned_bytes=buffers_bytes)
 
     def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
         """Return the plan with the first sub-groups on the GPU (``stage3.py``, ``subgroup_to_device``)."""
@@ -325,6 +351,11 @@ class Forecast:
             pinned_bytes=ranks * optimizer.pinned_bytes,
             eager_bytes=ranks * optimizer.eager_bytes,
         )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes of states on the disks of a node."""
+        return self.job.ranks_on_node * self.job.setup.widths.disk_bytes(self.planned.plan.workload).on_disk
 
     @cached_property
     def bound(self) -> Bound:

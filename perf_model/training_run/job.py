@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.memory import TrainingSetup
 from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.host_layout import WIDTHS_OF_STATES
@@ -30,7 +31,8 @@ class Job:
     sequences (AutoTP). ``attention`` is a key of ``SCORE_BYTES``. ``recompute``: activations are recomputed in
     backward. ``offload_param``: the 16-bit parameters are in host memory and are uploaded for each gather.
     ``trainable_share`` of each layer is trained, and only these parameters have gradients, states and an update.
-    ``states`` is a key of ``WIDTHS_OF_STATES``.
+    ``states`` is a key of ``WIDTHS_OF_STATES``. States that do not fit into host memory are on a disk, with the rates
+    ``disk`` of one rank.
     """
 
     shape: ModelShape
@@ -47,6 +49,7 @@ class Job:
     sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
     rules: PlacementRules = NO_RULES
     states: str = "fp32"
+    disk: DiskRates | None = None
 
     def __post_init__(self) -> None:
         sizes = ("ranks_per_node", "world_size", "micro_batch", "sequence", "accumulation", "tensor_parallel")

@@ -120,6 +120,7 @@ def test_every_preset_is_planned_for(machine: str, model: str) -> None:
         "reserved_host_bytes",
         "pinned_bytes",
         "eager_bytes",
+        "disk_bytes",
         "no_offload_bytes",
     }
     assert 0 < found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from perf_model.schedule.action import Action, ActionKind, Lane
-from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN, EMPTIED_BY
 from perf_model.schedule.lowering import insert_waits
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -33,16 +33,25 @@ def workloads(draw: st.DrawFn, lengths: list[int]) -> Workload:
 
 
 @st.composite
-def plans(draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False) -> UpdatePlan:
-    """Draw a plan with any placements, any number of slots up to 6, any order, and any eager units if there may be."""
+def plans(
+    draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False, may_be_on_disk: bool = False
+) -> UpdatePlan:
+    """Draw a plan with any placements, any number of slots up to 6, any order, and any eager units if there may be.
+
+    If units may be on disk, any that the CPU updates are, except eager ones.
+    """
     workload = draw(workloads(draw(numels(max_numel))))
     count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))
     plan = UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)), order=order)
-    if not may_be_eager or not plan.eligible_as_eager:
-        return plan
-    return replace(plan, eager=frozenset(draw(st.sets(st.sampled_from(sorted(plan.eligible_as_eager))))))
+    if may_be_eager and plan.eligible_as_eager:
+        plan = replace(plan, eager=frozenset(draw(st.sets(st.sampled_from(sorted(plan.eligible_as_eager))))))
+    if may_be_on_disk and (others := plan.eligible_as_eager - plan.eager):
+        on_disk = draw(st.sets(st.sampled_from(sorted(others))))
+        units = (replace(unit, is_on_disk=unit.index in on_disk) for unit in workload.units)
+        plan = replace(plan, workload=Workload(tuple(units)))
+    return plan
 
 
 @st.composite
@@ -58,23 +67,29 @@ def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[
 
 
 @st.composite
-def schedules(draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False) -> tuple[Schedule, Workload]:
+def schedules(
+    draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False, may_be_on_disk: bool = False
+) -> tuple[Schedule, Workload]:
     """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs.
 
     Units are published in the order in which the CPU updates them, because the executor publishes them so.
     """
-    plan = draw(plans(max_numel, may_be_eager=may_be_eager))
+    plan = draw(plans(max_numel, may_be_eager=may_be_eager, may_be_on_disk=may_be_on_disk))
+    units = plan.workload.units
     chains = {
-        index: list(EAGER_CHAIN if index in plan.eager else CHAINS[placement])
+        index: list(
+            DISK_CHAIN if units[index].is_on_disk else EAGER_CHAIN if index in plan.eager else CHAINS[placement]
+        )
         for index, placement in enumerate(plan.placements)
     }
-    free = list(range(plan.num_slots))
+    num_disk_slots = draw(st.integers(1, 4)) if plan.workload.on_disk_numel else 0
+    free = {ActionKind.PREFETCH: list(range(plan.num_slots)), ActionKind.READ: list(range(num_disk_slots))}
     slots: dict[int, int] = {}
     unpublished: list[int] = []
     actions = []
 
     def is_possible(index: int, kind: ActionKind) -> bool:
-        return {ActionKind.PREFETCH: bool(free), ActionKind.PUBLISH: unpublished[:1] == [index]}.get(kind, True)
+        return bool(free[kind]) if kind in free else kind is not ActionKind.PUBLISH or unpublished[:1] == [index]
 
     while any(chains.values()):
         possible = [index for index, left in chains.items() if left and is_possible(index, left[0])]
@@ -84,15 +99,17 @@ def schedules(draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = F
             unpublished.append(index)
         if kind is ActionKind.PUBLISH:
             unpublished.remove(index)
-        if kind is ActionKind.PREFETCH:
-            slots[index] = free.pop(draw(st.integers(0, len(free) - 1)))
+        if kind in free:
+            slots[index] = free[kind].pop(draw(st.integers(0, len(free[kind]) - 1)))
         actions.append(Action(kind, index, slots.get(index)))
-        if kind is ActionKind.FLUSH_STATES:
-            free.append(slots[index])
-    slot_numel = max((plan.workload.units[index].numel for index in slots), default=0)
+        for fills, empties in EMPTIED_BY.items():
+            if kind is empties:
+                free[fills].append(slots[index])
+    slot_numel = max((units[index].numel for index in slots if not units[index].is_on_disk), default=0)
     schedule = Schedule(
         num_slots=plan.num_slots,
         slot_numel=slot_numel,
         actions=tuple(insert_waits(actions)),
+        num_disk_slots=num_disk_slots,
     )
     return schedule, plan.workload

@@ -16,7 +16,7 @@ NUMEL = 10**9
 
 def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None:
     cost = CostModel.from_profile(profile())
-    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
+    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
     assert amounts[ActionKind.PREFETCH][Resource.H2D] == 12 * NUMEL
     assert amounts[ActionKind.FLUSH_STATES][Resource.D2H] == 12 * NUMEL
     assert amounts[ActionKind.PUBLISH][Resource.H2D] == 2 * NUMEL
@@ -42,7 +42,7 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
 @pytest.mark.parametrize("param_bytes", [2, 4])
 def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_published(param_bytes: int) -> None:
     cost = CostModel.from_profile(profile(), Widths(param=param_bytes, grad=param_bytes, publishes=False))
-    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
+    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
     assert amounts[ActionKind.PUBLISH] == {}
     # The parameters of an eager unit are copied to the model.
     assert amounts[ActionKind.COMMIT] == {Resource.DRAM: 2 * param_bytes * NUMEL}
@@ -58,7 +58,7 @@ def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_publi
 def test_bf16_states_move_fewer_bytes(states: str, staged: int, cpu_step: int, stock_step: int) -> None:
     widths = WIDTHS_OF_STATES[states]
     cost, stock = CostModel.from_profile(profile(), widths), CostModel.for_stock(profile(), widths)
-    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in ActionKind}
+    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
     assert amounts[ActionKind.PREFETCH][Resource.H2D] == staged * NUMEL
     assert amounts[ActionKind.FLUSH_STATES][Resource.D2H] == staged * NUMEL
     # The masters are published themselves: no other parameters are written.
@@ -80,7 +80,7 @@ def test_bf16_states_move_fewer_bytes(states: str, staged: int, cpu_step: int, s
 
 def test_each_copy_of_an_action_has_its_latency() -> None:
     cost = CostModel.from_profile(profile())
-    latencies = {kind: cost.load(kind, NUMEL).latency_s for kind in ActionKind}
+    latencies = {kind: cost.load(kind, NUMEL).latency_s for kind in cost.per_param}
     assert latencies[ActionKind.PREFETCH] == pytest.approx(3e-5)
     assert latencies[ActionKind.FLUSH_STATES] == pytest.approx(3e-5)
     assert latencies[ActionKind.PUBLISH] == pytest.approx(1e-5)
@@ -123,7 +123,8 @@ def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None
     host_rates = {name: rate for name, rate in RATES.items() if name not in ACCELERATOR_RATES}
     assert set(CostModel.from_profile(profile(host_rates)).capacities) == {Resource.CPU}
     assert {
-        kind: CostModel.from_profile(profile(host_rates)).load(kind, NUMEL).total_s for kind in ActionKind
+        kind: CostModel.from_profile(profile(host_rates)).load(kind, NUMEL).total_s
+        for kind in CostModel.from_profile(profile(host_rates)).per_param
     } == pytest.approx(
         {
             # A copied byte is read and written. The latency of a copy is the time to wake the threads.

@@ -20,7 +20,7 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.simulate import simulate
 from perf_model.presets.machines import ALIASES, MACHINES, find_machine
 from perf_model.presets.models import MODELS
-from perf_model.schedule.lowering import serial_schedule
+from perf_model.schedule.serial import serial_schedule
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads

@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from perf_model.prediction.cost import CostModel, Load, Resource, relative_speeds
+from perf_model.prediction.cost import CostModel, DiskRates, Load, Resource, relative_speeds
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.timeline import Phase
 from perf_model.schedule.action import ActionKind, Lane
+from perf_model.schedule.host_layout import SIXTEEN_BIT
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.schedule import Schedule
@@ -311,11 +312,12 @@ def test_eager_units_hide_in_backward_and_slow_it_down() -> None:
 # Properties of every simulation
 
 
-@given(schedules(may_be_eager=True), costs, windows)
+@given(schedules(may_be_eager=True, may_be_on_disk=True), costs, windows)
 def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
     drawn: tuple[Schedule, Workload], model: CostModel, overlap: Windows
 ) -> None:
     schedule, workload = drawn
+    model = model.with_disk(DiskRates(6e9, 5e9, 7e9), SIXTEEN_BIT)
     timeline = simulate(schedule, workload, model, overlap)
     assert tuple(span.action for span in timeline.spans) == schedule.actions
     ends = {span.action.name: span.end_s for span in timeline.spans}
@@ -330,7 +332,7 @@ def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
             assert span.start_s >= completed_s[action.unit]
         else:
             assert span.start_s >= lane_ends[action.lane]
-            assert span.start_s >= 0.0 or action.kind is ActionKind.PREFETCH
+            assert span.start_s >= 0.0 or action.kind in (ActionKind.PREFETCH, ActionKind.READ)
         assert span.end_s - span.start_s >= load.total_s * (1 - 1e-6) - 1e-12
         lane_ends[action.lane] = max(span.end_s, lane_ends[action.lane])
         for resource, amount in load.amounts.items():

@@ -35,7 +35,7 @@ def test_chrome_trace_has_one_thread_per_lane_and_times_in_microseconds(tmp_path
     TIMELINE.write_chrome_trace(path)
     events = json.loads(path.read_text())["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert list(threads.values()) == [lane.value for lane in Lane]
+    assert list(threads.values()) == [lane.value for lane in TIMELINE.lanes]
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
     assert threads[spans["CPU_STEP 0"]["tid"]] == "cpu"
     assert (spans["CPU_STEP 0"]["ts"], spans["CPU_STEP 0"]["dur"]) == (1000.0, 3000.0)
@@ -52,7 +52,7 @@ PHASES = (
 def test_chrome_trace_has_the_model_above_the_lanes() -> None:
     events = json.loads(json.dumps(TIMELINE.chrome_trace(PHASES)))["traceEvents"]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert [threads[tid] for tid in sorted(threads)] == ["model", *(lane.value for lane in Lane)]
+    assert [threads[tid] for tid in sorted(threads)] == ["model", *(lane.value for lane in TIMELINE.lanes)]
     spans = [event for event in events if event["ph"] == "X"]
     model = [(event["name"], event["ts"], event["dur"]) for event in spans if threads[event["tid"]] == "model"]
     assert model == [

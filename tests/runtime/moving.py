@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class MovingIteration:
 class MovingTraining:
     """The training of ``model`` on ``device`` through the memory and the executor of a rank."""
 
-    def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any]) -> None:
+    def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any], disk_folders: Sequence[Path] = ()) -> None:
         self.model, self.plan, self.device = model, plan, device
         initial = make_states(model.numels, model.dtype)
         reserve = device.empty_host if model.params_on_host else device.empty
@@ -85,6 +86,7 @@ class MovingTraining:
             model.grad_dtype,
             device,
             params_on_host=model.params_on_host,
+            disk_folders=disk_folders,
         )
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:

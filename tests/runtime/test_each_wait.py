@@ -64,7 +64,9 @@ WITHOUT_A_NUMBER = {
     "executor._keep_failure-0": "no update follows; see test_fake_device.py",
     "executor.touch-0": "all memory is zero on the fake device",
     "exposure.phases-0": "the host waits before it reads times",
-    "issuer.on_worker-0": "the worker waits for no action of any plan; test_races.py draws such schedules",
+    "issuer.finish_writes-0": "a disk; test_disk.py removes it",
+    "issuer.on_thread-0": "the actions of one thread run in order; test_disk.py removes the waits of others",
+    "issuer.on_thread-1": "the worker waits for no action of any plan; test_races.py draws such schedules",
     "issuer._on_stream-1": "a wait of the schedule; test_races.py removes each of them",
     "worker.__init__-0": "the fake device has no thread",
 }

@@ -237,10 +237,10 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
     with executor_of(MIXED, states, device, fused()) as executor:
         slots = [entry for entry in device.reserved if entry.startswith("empty")]
         assert slots == ["empty 33"] * 3 * 2
-        assert device.reserved.count("stream") == len(Lane) - 1
+        assert device.reserved.count("stream") == sum(not lane.is_thread for lane in Lane)
         device.reserved.clear()
         with (
-            mock.patch.object(Issuer, "on_worker", watched(Issuer.on_worker, on_worker)),
+            mock.patch.object(Issuer, "on_thread", watched(Issuer.on_thread, on_worker)),
             mock.patch.object(Section, "__call__", watched(Section.__call__, in_sections)),
         ):
             for step in range(1, 4):

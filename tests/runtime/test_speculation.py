@@ -16,6 +16,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
+from perf_model.schedule.action import Lane
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
@@ -111,7 +112,7 @@ def test_a_kept_step_runs_once_and_a_step_in_vain_runs_again() -> None:
         for trained in (states, expected):
             fill_gradients(trained, step)
         executor.speculate([0, 1], [adam_step(step, assumed)] * 2, None)
-        executor._worker.submit(lambda: None).result()
+        executor._threads[Lane.CPU].submit(lambda: None).result()
         run_update(executor, [adam_step(step)] * 2)
         update_serially(expected, PlainAdam(), [adam_step(step)] * 2)
         assert adam.updates == runs
@@ -175,7 +176,7 @@ def test_an_error_of_a_speculated_step_fails_the_update_only_if_the_step_is_kept
         fill_gradients(states, 1)
         with mock.patch.object(adam, "update_ranges", side_effect=OSError("no memory")):
             executor.speculate([0], [adam_step(1, assumed)] * 2, None)
-            executor._worker.submit(lambda: None).result()
+            executor._threads[Lane.CPU].submit(lambda: None).result()
         executor.begin([adam_step(1)] * 2)
         executor.end()
         assert isinstance(executor.failure, OSError) == fails

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from deep_opt_states.zero.internals.compat import masters_dtype, partitions_by_n
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.spans import ActionSpan
 from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.disk import choose_states_on_disk
 from deep_opt_states.zero.start.node_share import (
     FreeHostMemory,
     SharingRanks,
@@ -155,15 +157,17 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
     else:
         _log_overruled(config, sub_groups)
+    sub_groups = choose_states_on_disk(config, sub_groups, context.setup.widths, ranks)
     planned = make_plan(config, sub_groups, context.setup, accelerator, context.budget, share)
     # Immediately, because the rest of the start prints warnings of other libraries.
     for line in planned.at_start():
         log_rank_0(line)
     _check_host_memory(context, planned.plan, ranks)
-    return raise_together(lambda: _build(context, planned, resources))
+    folders = [Path(path) for path in config.nvme_paths or []]
+    return raise_together(lambda: _build(context, planned, folders, resources))
 
 
-def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assembly:
+def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], resources: ExitStack) -> Assembly:
     plan, device, host_adam = planned.plan, context.device, context.host_adam
     params = context.optimizer.fp16_partitioned_groups_flat
     # Before memory is touched, so that it is allocated near these cores, and before the worker starts.
@@ -176,6 +180,7 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
         device,
         context.state_dtypes,
         params_on_host=context.setup.params_on_host,
+        disk_folders=disk_folders,
     )
     resources.callback(memory.close)
     memory.set_plan(plan)
@@ -197,7 +202,7 @@ def _build(context: Context, planned: PlannedRun, resources: ExitStack) -> Assem
         kernels.append(device_adam)
     executor = Executor(plan.schedule, memory.units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
-    executor.touch([tensors.adam_tensors for tensors in memory.sub_groups])
+    executor.touch(memory.untouched)
     masters = [
         _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
     ]
@@ -267,6 +272,11 @@ def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tu
             f"({choice.why or 'the log of that rank has the reason'}).\n"
             f'Remove the cause, or use another "placement", for example "planned".'
         )
+    if config.nvme_paths:
+        raise Unsupported(
+            f'zero_optimization.offload_optimizer.device: must be "cpu" where a rank cannot use the plugin\'s own CPU '
+            f'kernel, found "nvme" ({choice.why or "the log of that rank has the reason"}).\nRemove the cause.'
+        )
     return config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS, "eager": False}), False
 
 
@@ -282,13 +292,10 @@ def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) ->
 
 def _check_host_memory(context: Context, plan: UpdatePlan, ranks: SharingRanks) -> None:
     """Raise ``HostMemoryError`` on every rank if the states of all ranks do not fit, or cannot be page-locked."""
-    slab_bytes, numel = context.setup.widths.slab_bytes(plan.workload), plan.workload.numel
+    memory, numel = memory_of(plan, context.setup), plan.workload.numel
+    slab_bytes = memory.pinned_bytes
     # Every rank checks before any allocates memory that another would then find missing.
-    raise_together(
-        lambda: check_free_memory(
-            slab_bytes, numel, ranks, FreeHostMemory.measure(), memory_of(plan, context.setup).eager_bytes
-        )
-    )
+    raise_together(lambda: check_free_memory(slab_bytes, numel, ranks, FreeHostMemory.measure(), memory.eager_bytes))
     # After every rank has checked: a trial takes memory that another rank would find missing.
     device = context.accelerator.device
     raise_together(lambda: check_locking(slab_bytes, numel, device, machine.memlock_limit_bytes()))

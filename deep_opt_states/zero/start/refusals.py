@@ -120,12 +120,17 @@ _STAGE = (
     ),
     Rule(
         "zero_optimization.offload_optimizer.device",
-        'must be "cpu"',
-        'Set "offload_optimizer": {"device": "cpu"}; for NVMe offload, use stock DeepSpeed.',
+        'must be "cpu" or "nvme"',
+        'Set "offload_optimizer": {"device": "cpu"}.',
         lambda config: _device(config.zero_config.offload_optimizer),
-        ("cpu",),
+        ("cpu", "nvme"),
     ),
 )
+
+
+def _on_nvme(config: Any) -> bool:
+    return _device(config.zero_config.offload_optimizer) == "nvme"
+
 
 _QUANTISED = "Quantised ZeRO++ has not been tested to be bit-identical with interleaved offloading: remove it."
 
@@ -177,6 +182,25 @@ _CONFIG = (
         "The kernels have no fp16 gradients of bf16 masters: remove the key, or use bf16 or fp32.",
         lambda config: config.grad_accum_dtype if config.bfloat16_config.bf16_master_weights_and_grads else None,
         (None, "bf16", "bfloat16", "fp32", "float32", "float"),
+    ),
+    Rule(
+        "zero_optimization.offload_optimizer.nvme_path",
+        'is needed with "device": "nvme"',
+        "Set it to a folder on a local disk.",
+        lambda config: "nothing" if _on_nvme(config) and not config.zero_config.offload_optimizer.nvme_path else None,
+    ),
+    Rule(
+        "bf16.bf16_optimizer_states",
+        'must be true with bf16_master_weights_and_grads and "device": "nvme"',
+        "DeepSpeed's load would convert fp32 moments to bf16, whose places in the file are others. Set it, or use "
+        '"device": "cpu".',
+        lambda config: (
+            "false"
+            if _on_nvme(config)
+            and config.bfloat16_config.bf16_master_weights_and_grads
+            and not config.bfloat16_config.bf16_optimizer_states
+            else None
+        ),
     ),
     _off(
         "fp16.fp16_master_weights_and_grads",

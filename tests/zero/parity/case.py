@@ -81,6 +81,8 @@ class Case:
     ``shares_host_memory``: model and states share memory, as on the CPU accelerator. Otherwise parameters are published
     as on a GPU.
 
+    ``disk``: the folder of ``nvme_path`` with the plugin, none by default. Stock offloads to the CPU.
+
     ``states``: the dtypes of the masters and moments, a value of ``plan --states``.
 
     ``thorough``: only ``make test-all`` trains the case, which combines what other cases have, too.
@@ -114,6 +116,7 @@ class Case:
     shares_host_memory: bool = False
     thorough: bool = False
     states: str = "fp32"
+    disk: str = ""
     zero: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -163,4 +166,6 @@ class Case:
             }
         if block is not None:
             config["deep_optimizer_states"] = block
+            if self.disk:
+                config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": self.disk}
         return config

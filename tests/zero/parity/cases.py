@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 from tests.zero.parity.case import (
@@ -50,6 +51,13 @@ PLANNED_REST = {"placement": [{"match": "layers.0.*", "states": "resident"}, {"m
 """Rules by name; the last ones leave layers to the planner."""
 
 INF, NAN = float("inf"), float("nan")
+
+ALL_ON_DISK = {**CPU, "unit_size": 5000, "host_memory_gb": 0.0}
+SOME_ON_DISK = {**STRIDE_2, "unit_size": 3000, "host_memory_gb": 0.0004}
+"""A block with which the last layers are on disk, and others are streamed."""
+
+ON_DISK = Case(name="", blocks=(), widths=(40, 150, 130, 90, 30), sub_group_size=6000, disk=tempfile.gettempdir())
+"""A model with units of several pages. With ``host_memory_gb`` of 0, all but small parameters are on disk."""
 
 CASES = (
     Case(
@@ -454,6 +462,29 @@ CASES = (
         dtype="fp16",
         resume=True,
         poisoned={1: 1e6},
+    ),
+    replace(
+        ON_DISK,
+        name="states on disk",
+        blocks=(ALL_ON_DISK, SOME_ON_DISK, eager(SOME_ON_DISK), {**SOME_ON_DISK, **SERIAL}, {"host_memory_gb": 0.0}),
+    ),
+    replace(
+        ON_DISK,
+        name="states on disk, bf16, clipping, accumulation, reload",
+        blocks=(ALL_ON_DISK, SOME_ON_DISK),
+        states="bf16",
+        clip=0.5,
+        accumulation=2,
+        reload=(2, 5),
+    ),
+    replace(ON_DISK, name="states on disk, resume", blocks=(SOME_ON_DISK,), resume=True, offload_param=True),
+    replace(
+        ON_DISK,
+        name="2 ranks, states on disk",
+        blocks=(ALL_ON_DISK, SOME_ON_DISK),
+        world_size=2,
+        reload=(2, 5),
+        clip=0.5,
     ),
 )
 """Cases whose bits must be those of stock."""

@@ -1,0 +1,140 @@
+"""Keep optimizer states in a file on a disk, which direct I/O reads and writes, and which is mapped into memory.
+
+The file has no name, so that nothing is left of it when the process ends, however it ends. ``pread`` and ``pwrite`` of
+whole pages go to the disk directly (``O_DIRECT``). Other readers and writers of the states, such as checkpoints, use
+the mapping. Linux keeps the two coherent on local file systems if they do not overlap in time; it is tried at start.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+TRIAL = bytes(range(256)) * (mmap.PAGESIZE // 256)
+"""The contents of the page with which direct I/O and the mapping are compared."""
+
+
+class DiskError(RuntimeError):
+    """The error for a folder or a disk that cannot hold the states."""
+
+
+class StateFile:
+    """A file of ``size_bytes`` in ``folder``, of which only reserved parts take space. Offsets and sizes are in bytes.
+
+    Raise ``DiskError`` if the file cannot be created.
+    """
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self.folder = folder
+        self.fd, self.is_direct = _create(folder)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, size_bytes)
+
+    def reserve(self, offset_bytes: int, size_bytes: int) -> None:
+        """Take the space of a part, which is zero. Raise ``DiskError`` if the disk is full."""
+        try:
+            os.posix_fallocate(self.fd, offset_bytes, size_bytes)
+        except OSError as error:
+            raise self._error(f"{_gb(size_bytes)} refused", error) from error
+
+    def check_coherence(self, offset_bytes: int) -> None:
+        """Use buffered I/O if direct I/O and a mapping differ in the page at ``offset_bytes``, which becomes zero."""
+        page = mmap.mmap(-1, mmap.PAGESIZE)
+        with mmap.mmap(self.fd, mmap.PAGESIZE, offset=offset_bytes) as mapped:
+            mapped[:] = TRIAL
+            self.read(memoryview(page), offset_bytes)
+            sees_mapping = page[:] == TRIAL
+            page[:] = bytes(mmap.PAGESIZE)
+            self.write(memoryview(page), offset_bytes)
+            if not (sees_mapping and mapped[:] == page[:]):
+                self._use_buffered_io()
+                self.write(memoryview(page), offset_bytes)
+
+    def read(self, memory: memoryview, offset_bytes: int) -> None:
+        """Fill ``memory``, whole pages. Raise ``DiskError``."""
+        self._transfer(os.preadv, "read", memory, offset_bytes)
+
+    def write(self, memory: memoryview, offset_bytes: int) -> None:
+        """Write ``memory``, whole pages. Raise ``DiskError``."""
+        self._transfer(os.pwritev, "written", memory, offset_bytes)
+
+    def _transfer(self, transfer: object, verb: str, memory: memoryview, offset_bytes: int) -> None:
+        done = 0
+        while done < len(memory):
+            where = f"{len(memory):,} bytes at offset {offset_bytes:,} could not be {verb}"
+            try:
+                moved = transfer(self.fd, [memory[done:]], offset_bytes + done)  # type: ignore[operator]
+            except OSError as error:
+                raise self._error(where, error) from error
+            if moved == 0:
+                raise self._error(where, OSError(errno.EIO, "no byte was transferred"))
+            done += moved
+            # After a part that is no whole page, direct I/O would be refused.
+            done -= done % mmap.PAGESIZE if done < len(memory) else 0
+
+    def _use_buffered_io(self) -> None:
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.is_direct = False
+
+    def _error(self, found: str, error: OSError) -> DiskError:
+        free = f", {_gb(shutil.disk_usage(self.folder).free)} free" if self.folder.exists() else ", which is gone"
+        return DiskError(
+            f"The optimizer states must be readable and writable in {self.folder}{free}; found that {found}: "
+            f"{os.strerror(error.errno or errno.EIO)}.\n"
+            f"Look for errors of this disk in dmesg, free space on it, or set another nvme_path, and resume from the "
+            f"last checkpoint."
+        )
+
+
+def check_folders(folders: Sequence[Path], needed_bytes: int, ranks: int) -> None:
+    """Raise ``DiskError`` unless ``ranks`` ranks of this node can each keep ``needed_bytes`` in each of ``folders``."""
+    for folder in folders:
+        _check_folder(folder, needed_bytes, ranks)
+
+
+def _check_folder(folder: Path, needed_bytes: int, ranks: int) -> None:
+    remedy = 'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
+    if not folder.is_dir():
+        raise DiskError(f"nvme_path: must be a folder, found none at {folder}.\nCreate it, or: {remedy}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        owner = folder.stat().st_uid
+        raise DiskError(
+            f"nvme_path: must be writable by this user, number {os.getuid()}, found {folder} of user {owner}.\n{remedy}"
+        )
+    free_bytes = shutil.disk_usage(folder).free
+    if ranks * needed_bytes > free_bytes:
+        raise DiskError(
+            f"nvme_path: must have room for the optimizer states of the {ranks} ranks of this node, found "
+            f"{_gb(ranks * needed_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
+            f"Free space there, {remedy[0].lower()}{remedy[1:]} With a larger host_memory_gb, fewer states are on disk."
+        )
+
+
+def _create(folder: Path) -> tuple[int, bool]:
+    """Return the descriptor of a new file without a name, and whether it is open for direct I/O."""
+    try:
+        for direct in (os.O_DIRECT, 0):
+            try:
+                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600), bool(direct)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                    raise
+        fd, name = tempfile.mkstemp(prefix="deep_opt_states-", dir=folder)
+        os.unlink(name)
+        return fd, False
+    except OSError as error:
+        raise DiskError(
+            f"nvme_path: must be a folder in which files can be created, found {folder}: {error.strerror}.\n"
+            f'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
+        ) from error
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB"

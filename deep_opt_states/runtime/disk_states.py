@@ -1,0 +1,129 @@
+"""Keep the states of units on disk: pages of the slab that are mapped from a file, and slots in which they are updated.
+
+The sub-groups' tensors stay whole, so that checkpoints and scripts read and write them as ever: through the mapping, by
+way of the page cache, which takes no memory that is needed elsewhere. An update uses direct I/O between file and slot
+instead. A unit's first and last bytes may share a page with other units. These bytes stay in host memory, from where
+they are copied to the slot and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import UpdatedStates
+from deep_opt_states.device.slab import HostSlab
+from deep_opt_states.device.state_file import StateFile
+from perf_model.schedule.host_layout import PAGE_BYTES, DiskRun, Widths, runs_on_disk
+from perf_model.schedule.workload import Workload
+
+
+class StatesInSlot:
+    """The states of one unit in one disk slot: ``parts``, one entry per range."""
+
+    def __init__(self, states: StatesOnDisk, slot: HostSlab) -> None:
+        self._file = states.file
+        self._pages: list[tuple[memoryview, int]] = []
+        """Memory of the slot, and where its contents are in the file."""
+        self._edges: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Bytes that are not in the file: their places in the slot and in the slab."""
+        tensors: dict[int, dict[str, torch.Tensor]] = {}
+        slot_bytes = 0
+        for run in states.runs:
+            # The slot holds whole pages, also those of which only a part belongs to the unit.
+            to_slot = slot_bytes - run.begin_bytes // PAGE_BYTES * PAGE_BYTES
+            dtype = states.dtypes[run.name]
+            numel = (run.end_bytes - run.begin_bytes) // dtype.itemsize
+            tensors.setdefault(run.part, {})[run.name] = slot.tensor(run.begin_bytes + to_slot, numel, dtype)
+            if run.size_bytes:
+                self._pages.append((slot.bytes(run.offset_bytes + to_slot, run.size_bytes), run.offset_bytes))
+            for begin, end in run.edges:
+                in_slab = states.slab.tensor(begin, end - begin, torch.uint8)
+                self._edges.append((slot.tensor(begin + to_slot, end - begin, torch.uint8), in_slab))
+            slot_bytes += run.slot_bytes
+        self.parts = [UpdatedStates(**tensors[part]) for part in sorted(tensors)]
+
+    def read(self) -> None:
+        """Read the states to the slot. Raise ``DiskError``."""
+        for in_slot, in_slab in self._edges:
+            in_slot.copy_(in_slab)
+        for memory, offset_bytes in self._pages:
+            self._file.read(memory, offset_bytes)
+
+    def write(self) -> None:
+        """Write the states in the slot to the disk. Raise ``DiskError``."""
+        for in_slot, in_slab in self._edges:
+            in_slab.copy_(in_slot)
+        for memory, offset_bytes in self._pages:
+            self._file.write(memory, offset_bytes)
+
+
+@dataclass(eq=False)
+class StatesOnDisk:
+    """The states of one unit: ``runs`` of the slab whose whole pages are in ``file``."""
+
+    runs: Sequence[DiskRun]
+    dtypes: Mapping[str, torch.dtype]
+    file: StateFile
+    slab: HostSlab
+    slots: Sequence[HostSlab]
+
+    def __post_init__(self) -> None:
+        self._in_slots: dict[int, StatesInSlot] = {}
+
+    def in_slot(self, slot: int) -> StatesInSlot:
+        """Return the states in disk slot ``slot``."""
+        if slot not in self._in_slots:
+            self._in_slots[slot] = StatesInSlot(self, self.slots[slot])
+        return self._in_slots[slot]
+
+
+class DiskStates:
+    """All units on disk of one rank, by their ranges in ``units``, with one file per folder and the disk slots.
+
+    ``slab`` gets its pages on disk from the files. Units take turns among ``folders``, which share the bytes equally.
+    Raise ``DiskError`` if a disk is full, and ``HostMemoryError`` if the host has no memory for the slots.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        widths: Widths,
+        dtypes: Mapping[str, torch.dtype],
+        slab: HostSlab,
+        device: Device[Any],
+        folders: Sequence[Path],
+    ) -> None:
+        self.files = [StateFile(folder, slab.size_bytes) for folder in folders]
+        by_unit = {unit: list(runs) for unit, runs in groupby(runs_on_disk(workload, widths), attrgetter("unit"))}
+        placed = list(zip(by_unit.items(), cycle(self.files), strict=False))
+        # All space is taken before anything is written.
+        for (_, runs), file in placed:
+            for run in runs:
+                if run.size_bytes:
+                    file.reserve(run.offset_bytes, run.size_bytes)
+        for (_, runs), file in placed:
+            for run in runs:
+                if run.size_bytes:
+                    file.check_coherence(run.offset_bytes)
+                    slab.map_file(file.fd, run.offset_bytes, run.size_bytes)
+        _, each_bytes, count = widths.disk_bytes(workload)
+        self.slots = [device.host_slab(each_bytes) for _ in range(count)]
+        self.units = {
+            workload.units[unit].ranges: StatesOnDisk(runs, dtypes, file, slab, self.slots)
+            for (unit, runs), file in placed
+        }
+
+    def close(self) -> None:
+        """Close the files, whose space is free when no tensor over their pages is left."""
+        for file in self.files:
+            file.close()
+        for slot in self.slots:
+            slot.close()

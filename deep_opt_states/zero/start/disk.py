@@ -1,0 +1,81 @@
+"""Decide which states are on disk, by the host memory that is free, and measure the disks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from deep_opt_states.config import Config, ConfigError
+from deep_opt_states.device.state_file import check_folders
+from deep_opt_states.host import machine
+from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.profiler.disk import measure_disks
+from deep_opt_states.profiler.ranks import Ranks
+from deep_opt_states.zero.internals.agreement import raise_together
+from deep_opt_states.zero.internals.log import log_rank_0
+from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
+from perf_model.prediction.cost import DiskRates
+from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.on_disk import place_on_disk
+from perf_model.schedule.workload import Partition
+from perf_model.units import GB, size
+
+HOST_MARGIN = 0.1
+"""The share of a node's memory that stays free, for data loaders, checkpoints and the page cache."""
+
+
+def with_nvme_path(config: Config, offload: Any) -> Config:
+    """Return ``config`` with all folders in ``nvme_paths``, none if ``offload``, DeepSpeed's block, is not on NVMe.
+
+    Raise ``ConfigError`` for keys that belong to NVMe.
+    """
+    if offload.device == OffloadDeviceEnum.nvme:
+        return config.model_copy(update={"nvme_paths": [str(offload.nvme_path), *(config.nvme_paths or [])]})
+    for key in ("nvme_paths", "host_memory_gb"):
+        if (value := getattr(config, key)) is not None:
+            raise ConfigError(
+                f'{CONFIG_KEY}.{key}: belongs to "device": "nvme" in "offload_optimizer", found {value}.\n'
+                f'Remove the key, or set "device": "nvme" and "nvme_path".'
+            )
+    return config
+
+
+def choose_states_on_disk(
+    config: Config, sub_groups: Sequence[Sequence[Partition]], widths: Widths, ranks: SharingRanks
+) -> list[list[Partition]]:
+    """Return ``sub_groups`` with the states on disk that do not fit into host memory. This is a collective.
+
+    Raise ``DiskError`` if a folder cannot hold them.
+    """
+    if not config.nvme_paths:
+        return [list(partitions) for partitions in sub_groups]
+    if config.host_memory_gb is None:
+        free_bytes = free_share_bytes(ranks) - int(HOST_MARGIN * machine.memory().total_bytes / ranks.on_node)
+    else:
+        free_bytes = int(config.host_memory_gb * GB / ranks.on_node)
+    host_bytes = max(0, min(Ranks().gather(free_bytes)))
+    placed = place_on_disk(sub_groups, widths, host_bytes, config.rules.placement_of, config.disk_unit_size)
+    numel = sum(partition.numel for partition in chain.from_iterable(placed) if partition.is_on_disk)
+    if numel == 0:
+        log_rank_0(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
+        return placed
+    folders = [Path(path) for path in config.nvme_paths]
+    each_bytes = -(-numel * widths.states // len(folders))
+    raise_together(lambda: check_folders(folders, each_bytes, ranks.on_node))
+    return placed
+
+
+def disk_rates(config: Config) -> DiskRates:
+    """Return what the disks of this rank achieve while all ranks use theirs. This is a collective."""
+    folders = [Path(path) for path in config.nvme_paths or []]
+    measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
+    rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
+    log_rank_0(
+        f"disks, per rank: {size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
+        f"{size(int(rates.both))}/s both at once"
+    )
+    return rates

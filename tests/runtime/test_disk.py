@@ -1,0 +1,220 @@
+"""Check updates of units on disk: their bits in hostile timing, each wait, failures of a disk, and what is left."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.state_file import DiskError, StateFile
+from deep_opt_states.runtime.issuer import Issuer
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.check import check
+from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.host_layout import SIXTEEN_BIT, runs_on_disk
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Partition
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
+
+PARTITIONS = [
+    Partition("layers.0.weight", 9000),
+    Partition("layers.0.norm", 100, is_persistent=True),
+    Partition("layers.1.weight", 9001, is_on_disk=True),
+    Partition("layers.1.norm", 100, is_persistent=True),
+    Partition("layers.2.weight", 20000, is_on_disk=True),
+    Partition("layers.3.weight", 2900),
+]
+SECOND = [Partition("head.weight", 7000, is_on_disk=True), Partition("head.bias", 10)]
+SUB_GROUPS = [PARTITIONS, SECOND]
+MODEL = Model(numels=tuple(sum(each.numel for each in group) for group in SUB_GROUPS), persistent=[[], []])
+
+
+def random_plan(chance: random.Random) -> UpdatePlan:
+    """Return a plan with the same units on disk as any other, and any units and placements elsewhere."""
+    workload = cut_into_units(SUB_GROUPS, chance.choice((2500, 5000, 10**6)), disk_unit_size=3000)
+    placements = tuple(unit.fixed or chance.choice(list(Placement)) for unit in workload.units)
+    return UpdatePlan(workload=workload, placements=placements, num_slots=2)
+
+
+def iterations(chance: random.Random, count: int) -> list[MovingIteration]:
+    plans = [random_plan(chance) for _ in range(2)]
+    return [
+        MovingIteration(
+            plan=chance.choice(plans),
+            writes_states=chance.random() < 0.2,
+            prefetches=chance.random() < 0.7,
+            is_skipped=chance.random() < 0.1,
+            forward=[chance.randrange(12) for _ in range(chance.randint(0, 5))],
+            overlaps_flushes=chance.random() < 0.7,
+        )
+        for _ in range(count)
+    ]
+
+
+@contextmanager
+def hostile_disk(chance: random.Random, longest_s: float = 0.004) -> Iterator[None]:
+    """Let each transfer be late, before or after it moves its bytes."""
+
+    def late(transfer: Callable[..., None]) -> Callable[..., None]:
+        def run(file: StateFile, memory: memoryview, offset_bytes: int) -> None:
+            time.sleep(chance.choice((0, longest_s)) * chance.random())
+            transfer(file, memory, offset_bytes)
+            time.sleep(chance.choice((0, longest_s)) * chance.random())
+
+        return run
+
+    with mock.patch.multiple(StateFile, read=late(StateFile.read), write=late(StateFile.write)):
+        yield
+
+
+def is_right(folder: Path, seed: int, count: int = 5) -> bool:
+    chance = random.Random(seed)
+    planned = iterations(chance, count)
+    with hostile_disk(chance):
+        found = MovingTraining(MODEL, planned[0].plan, HostDevice(), [folder]).train(planned)
+    return all(map(torch.equal, found, train_serially(MODEL, planned)))
+
+
+@pytest.mark.promise("P2")
+@pytest.mark.parametrize("seed", range(12))
+def test_units_on_disk_have_the_bits_of_serial_updates(tmp_path: Path, seed: int) -> None:
+    assert is_right(tmp_path, seed)
+
+
+def test_every_plan_keeps_the_same_bytes_on_disk() -> None:
+    chance = random.Random(0)
+    on_disk = set()
+    for _ in range(10):
+        plan = random_plan(chance)
+        check(plan.schedule, plan.workload)
+        runs = runs_on_disk(plan.workload, SIXTEEN_BIT)
+        on_disk.add(tuple((run.name, run.part, run.begin_bytes, run.end_bytes) for run in runs))
+    assert len(on_disk) == 1
+
+
+def test_each_byte_on_disk_is_in_one_page_of_one_unit() -> None:
+    plan = random_plan(random.Random(0))
+    pages: list[int] = []
+    for run in runs_on_disk(plan.workload, SIXTEEN_BIT):
+        pages.extend(range(run.offset_bytes, run.offset_bytes + run.size_bytes, 4096))
+        assert sum(end - begin for begin, end in run.edges) + run.size_bytes == run.end_bytes - run.begin_bytes
+    assert len(pages) == len(set(pages)) > 50
+    assert all(page % 4096 == 0 for page in pages)
+
+
+def without_waits_of(kind: ActionKind) -> AbstractContextManager[Any]:
+    submit = Issuer._submit
+
+    def submit_at_once(issuer: Issuer, action: Action, events: Any, writes_before: Any) -> Any:
+        if action.kind is kind:
+            action, writes_before = replace(action, waits=()), ()
+        return submit(issuer, action, events, writes_before)
+
+    return mock.patch.object(Issuer, "_submit", submit_at_once)
+
+
+WAITS = {
+    "update after read": lambda: without_waits_of(ActionKind.CPU_STEP),
+    "write after update": lambda: without_waits_of(ActionKind.WRITE),
+    "read after writes": lambda: without_waits_of(ActionKind.READ),
+    "readers after writes": lambda: mock.patch.object(Issuer, "finish_writes"),
+}
+
+
+@pytest.mark.promise("P2")
+@pytest.mark.parametrize("wait", WAITS)
+def test_without_one_of_its_waits_a_number_is_wrong(tmp_path: Path, wait: str) -> None:
+    with WAITS[wait]():
+        assert not all(is_right(tmp_path, seed) for seed in range(12))
+
+
+class Failing:
+    """Transfers of which one fails, with the number of transfers before it."""
+
+    def __init__(self, name: str, before: int, error: OSError | None) -> None:
+        self._transfer, self._before, self._error = getattr(os, name), before, error
+
+    def __call__(self, *args: Any) -> int:
+        self._before -= 1
+        if self._before >= 0:
+            moved: int = self._transfer(*args)
+            return moved
+        if self._error is None:
+            return 0
+        raise self._error
+
+
+@pytest.mark.promise("P6")
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "EIO"), OSError(errno.ENOSPC, "ENOSPC"), None], ids=str)
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+@pytest.mark.parametrize("before", [0, 7, 40, 100])
+@pytest.mark.parametrize("ends_on_host", [True, False])
+def test_a_failed_transfer_is_a_failure_of_the_update_that_names_the_folder(
+    tmp_path: Path, name: str, error: OSError | None, before: int, ends_on_host: bool
+) -> None:
+    plan = random_plan(random.Random(1))
+    training = MovingTraining(MODEL, plan, HostDevice(), [tmp_path])
+    iteration = MovingIteration(plan=plan, prefetches=True, overlaps_flushes=not ends_on_host)
+    with mock.patch.object(os, name, Failing(name, before, error)):
+        for number in range(10):
+            # The harness asserts after each update that there is no failure.
+            with suppress(AssertionError):
+                list(training.run(number, iteration))
+            if training.executor.failure is not None:
+                break
+    training.executor.close()
+    assert isinstance(training.executor.failure, DiskError)
+    assert str(tmp_path) in str(training.executor.failure)
+
+
+def test_a_short_transfer_goes_on_at_the_last_whole_page(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, 2**16)
+    file.reserve(0, 2**16)
+    source = memoryview(bytearray(random.Random(0).randbytes(2**16)))
+    preadv, pwritev = os.preadv, os.pwritev
+
+    def short(transfer: Callable[..., int]) -> Callable[..., int]:
+        return lambda fd, buffers, offset: transfer(fd, [buffers[0][: min(len(buffers[0]), 4096 + 512)]], offset)
+
+    with file_buffered(file), mock.patch.multiple(os, preadv=short(preadv), pwritev=short(pwritev)):
+        file.write(source, 0)
+        target = memoryview(bytearray(2**16))
+        file.read(target, 0)
+    assert target == source
+
+
+@contextmanager
+def file_buffered(file: StateFile) -> Iterator[None]:
+    """Use buffered I/O, which takes memory at any address."""
+    file._use_buffered_io()
+    yield
+
+
+def test_a_file_whose_mapping_differs_from_direct_io_uses_the_page_cache(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, 2**16)
+    file.reserve(0, 2**16)
+    assert file.is_direct
+    with mock.patch.object(StateFile, "read"):
+        file.check_coherence(4096)
+    assert not file.is_direct
+
+
+def test_nothing_is_left_in_the_folder_and_no_descriptor_is_open(tmp_path: Path) -> None:
+    assert is_right(tmp_path, 3)
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    descriptors = Path("/proc/self/fd").iterdir()
+    assert not [path for path in descriptors if path.is_symlink() and str(tmp_path) in os.readlink(path)]
