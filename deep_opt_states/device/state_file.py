@@ -93,28 +93,16 @@ class StateFile:
         )
 
 
-def check_folders(folders: Sequence[Path], needed_bytes: int, ranks: int) -> None:
+def check_free_space(folders: Sequence[Path], needed_bytes: int, ranks: int) -> None:
     """Raise ``DiskError`` unless ``ranks`` ranks of this node can each keep ``needed_bytes`` in each of ``folders``."""
     for folder in folders:
-        _check_folder(folder, needed_bytes, ranks)
-
-
-def _check_folder(folder: Path, needed_bytes: int, ranks: int) -> None:
-    remedy = 'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
-    if not folder.is_dir():
-        raise DiskError(f"nvme_path: must be a folder, found none at {folder}.\nCreate it, or: {remedy}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        owner = folder.stat().st_uid
-        raise DiskError(
-            f"nvme_path: must be writable by this user, number {os.getuid()}, found {folder} of user {owner}.\n{remedy}"
-        )
-    free_bytes = shutil.disk_usage(folder).free
-    if ranks * needed_bytes > free_bytes:
-        raise DiskError(
-            f"nvme_path: must have room for the optimizer states of the {ranks} ranks of this node, found "
-            f"{_gb(ranks * needed_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
-            f"Free space there, {remedy[0].lower()}{remedy[1:]} With a larger host_memory_gb, fewer states are on disk."
-        )
+        free_bytes = shutil.disk_usage(folder).free
+        if ranks * needed_bytes > free_bytes:
+            raise DiskError(
+                f"nvme_path: must have room for the optimizer states of the {ranks} ranks of this node, found "
+                f"{_gb(ranks * needed_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
+                f"Free space there, or set another nvme_path. With a larger host_memory_gb, fewer states are on disk."
+            )
 
 
 def _create(folder: Path) -> tuple[int, bool]:

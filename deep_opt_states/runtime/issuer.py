@@ -109,6 +109,8 @@ class Issuer:
 
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot, and the first read into each disk slot, for the next update."""
+        # A failure that was cleared, or a read that was forgotten, must not stop the reads for this update.
+        self.stop.clear()
         for action in self._first_prefetches:
             if action.name in self._prefetched or action.name in self._early_reads:
                 continue

@@ -74,12 +74,20 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
     """Return our block and the accelerator, or None if the plugin is off. Raise ``ConfigError`` or ``Unsupported``."""
-    config = enabled_config(param_dict(config_of(engine)))
+    config = _supported(config_of(engine))
     if config is None:
         return None
-    refuse_config(config_of(engine))
     refuse_optimizer(basic_optimizer)
-    return with_nvme_path(config, config_of(engine).zero_config.offload_optimizer), choose_device()
+    return config, choose_device()
+
+
+def _supported(ds_config: Any) -> Config | None:
+    """Return our block, or None if the plugin is off. Raise ``ConfigError`` or ``Unsupported``."""
+    config = enabled_config(param_dict(ds_config))
+    if config is None:
+        return None
+    refuse_config(ds_config)
+    return with_nvme_path(config, ds_config.zero_config.offload_optimizer)
 
 
 @missing_names_are_refused()
@@ -88,9 +96,10 @@ def check_config(ds_config: Any) -> None:
 
     Raise ``ConfigError`` or ``Unsupported``. Without ``"optimizer"`` in the config, ``check_engine`` checks it later.
     """
-    config = enabled_config(param_dict(ds_config))
-    if config is not None and ds_config.optimizer_name is not None:
-        refuse_config(ds_config)
+    if ds_config.optimizer_name is not None:
+        _supported(ds_config)
+    else:
+        enabled_config(param_dict(ds_config))
 
 
 @missing_names_are_refused()
@@ -111,10 +120,9 @@ def check_engine(engine: Any, model: Any) -> None:
 
 
 def _check_engine(engine: Any, model: Any) -> None:
-    config = enabled_config(param_dict(config_of(engine)))
+    config = _supported(config_of(engine))
     if config is None:
         return
-    refuse_config(config_of(engine))
     if model is not None:
         # Early, because DeepSpeed compiles its kernels next. ``assemble`` checks the trained names again.
         trained = [name for name, param in model.named_parameters() if param.requires_grad]

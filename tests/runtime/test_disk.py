@@ -180,6 +180,23 @@ def test_a_failed_transfer_is_a_failure_of_the_update_that_names_the_folder(
     assert str(tmp_path) in str(training.executor.failure)
 
 
+@pytest.mark.promise("P6")
+def test_a_failed_read_for_an_update_that_reads_again_changes_nothing(tmp_path: Path) -> None:
+    plan = random_plan(random.Random(1))
+    planned = [MovingIteration(plan=plan, prefetches=True, writes_states=True) for _ in range(3)]
+    training = MovingTraining(MODEL, plan, HostDevice(), [tmp_path])
+    found = []
+    for number, iteration in enumerate(planned):
+        with mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, "EIO")):
+            training.executor.prefetch()
+            # The iteration writes states first, so that all reads are made again.
+            training.executor.sync_states_to_host()
+            training.executor._issuer.drain_threads()
+        found.extend(training.run(number, iteration))
+    found.extend(training.end())
+    assert all(map(torch.equal, found, train_serially(MODEL, planned)))
+
+
 def test_a_short_transfer_goes_on_at_the_last_whole_page(tmp_path: Path) -> None:
     file = StateFile(tmp_path, 2**16)
     file.reserve(0, 2**16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.config import Config, ConfigError
-from deep_opt_states.device.state_file import check_folders
+from deep_opt_states.device.state_file import check_free_space
 from deep_opt_states.host import machine
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.disk import measure_disks
@@ -31,10 +32,13 @@ HOST_MARGIN = 0.1
 def with_nvme_path(config: Config, offload: Any) -> Config:
     """Return ``config`` with all folders in ``nvme_paths``, none if ``offload``, DeepSpeed's block, is not on NVMe.
 
-    Raise ``ConfigError`` for keys that belong to NVMe.
+    Raise ``ConfigError`` for keys that belong to NVMe, and for a folder that this user cannot write to.
     """
     if offload.device == OffloadDeviceEnum.nvme:
-        return config.model_copy(update={"nvme_paths": [str(offload.nvme_path), *(config.nvme_paths or [])]})
+        paths = [str(offload.nvme_path), *(config.nvme_paths or [])]
+        for path in paths:
+            _check_folder(Path(path))
+        return config.model_copy(update={"nvme_paths": paths})
     for key in ("nvme_paths", "host_memory_gb"):
         if (value := getattr(config, key)) is not None:
             raise ConfigError(
@@ -42,6 +46,15 @@ def with_nvme_path(config: Config, offload: Any) -> Config:
                 f'Remove the key, or set "device": "nvme" and "nvme_path".'
             )
     return config
+
+
+def _check_folder(folder: Path) -> None:
+    rule, remedy = "nvme_path", 'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
+    if not folder.is_dir():
+        raise ConfigError(f"{rule}: must be a folder, found none at {folder}.\nCreate it. Or: {remedy}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        found = f"{folder} of user {folder.stat().st_uid}"
+        raise ConfigError(f"{rule}: must be writable by this user, {os.getuid()}, found {found}.\n{remedy}")
 
 
 def choose_states_on_disk(
@@ -60,17 +73,16 @@ def choose_states_on_disk(
     host_bytes = max(0, min(Ranks().gather(free_bytes)))
     placed = place_on_disk(sub_groups, widths, host_bytes, config.rules.placement_of, config.disk_unit_size)
     numel = sum(partition.numel for partition in chain.from_iterable(placed) if partition.is_on_disk)
-    if numel == 0:
-        log_rank_0(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
-        return placed
     folders = [Path(path) for path in config.nvme_paths]
     each_bytes = -(-numel * widths.states // len(folders))
-    raise_together(lambda: check_folders(folders, each_bytes, ranks.on_node))
+    raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
+    if numel == 0:
+        log_rank_0(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
     return placed
 
 
 def disk_rates(config: Config) -> DiskRates:
-    """Return what the disks of this rank achieve while all ranks use theirs. This is a collective."""
+    """Return the rates of this rank's disks while all ranks use theirs. This is a collective."""
     folders = [Path(path) for path in config.nvme_paths or []]
     measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -69,6 +70,11 @@ def low_precision_moments(params: Any) -> torch.optim.Optimizer:
     return DeepSpeedCPUAdam(params, fp32_optimizer_states=False)
 
 
+def on_disk(path: str) -> dict[str, Any]:
+    block = "zero_optimization.offload_optimizer"
+    return {f"{block}.device": "nvme", f"{block}.nvme_path": path}
+
+
 def gpu_accelerator() -> devices.AcceleratorChoice:
     """Return a device on which the CPU kernel cannot update a slot, as on CUDA."""
     return devices.AcceleratorChoice(HostDevice(), slots_on_host=False)
@@ -103,11 +109,16 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     "stage 2": ({"zero_optimization.stage": 2}, {}, nullcontext()),
     "no offload_optimizer": ({"zero_optimization.offload_optimizer": None}, {}, nullcontext()),
     "offload_optimizer none": ({"zero_optimization.offload_optimizer.device": "none"}, {}, nullcontext()),
-    "nvme": (
-        {
-            "zero_optimization.offload_optimizer.device": "nvme",
-            "zero_optimization.offload_optimizer.nvme_path": "/tmp",
-        },
+    "nvme without a path": ({"zero_optimization.offload_optimizer.device": "nvme"}, {}, nullcontext()),
+    "nvme without a folder": (on_disk("/no/such/folder"), {}, nullcontext()),
+    "nvme in a folder of another user": (on_disk("/tmp"), {}, mock.patch.object(os, "access", return_value=False)),
+    "nvme with fp32 moments of bf16 masters": (
+        {**on_disk("/tmp"), "bf16.bf16_master_weights_and_grads": True},
+        {},
+        nullcontext(),
+    ),
+    "host memory without nvme": (
+        {"deep_optimizer_states.host_memory_gb": 5.0},
         {},
         nullcontext(),
     ),
