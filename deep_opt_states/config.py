@@ -125,7 +125,8 @@ class Config(BaseModel):
     host memory in any case."""
 
     nvme_paths: list[str] | None = Field(default=None, min_length=1)
-    """Folders on further disks beside `nvme_path` of `offload_optimizer`. The units on disk are shared out equally."""
+    """Folders on further disks beside `nvme_path` of `offload_optimizer`. All folders share each state on disk equally,
+    and are read and written at once."""
 
     overlap_backward: bool = True
     """Whether to prefetch the states of streamed units into free staging slots during backward."""

@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     profile = add("profile", "measure the rates of this machine, for the planner", under_torchrun)
     profile.add_argument("--output", type=Path, required=True, metavar="PATH", help="the JSON file to write")
     profile.add_argument("--quick", action="store_true", help="take some seconds: fewer samples, on less memory")
+    nvme = "folders on the disks for states that do not fit into host memory, whose rates are measured, too"
+    profile.add_argument("--nvme", type=Path, nargs="+", default=[], metavar="FOLDER", help=nvme)
 
     doctor = add("doctor", "check that training with the plugin can start here; exit code 1 if it cannot")
     config = "check this DeepSpeed config in place of the machine"

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.files import replace_file
+from deep_opt_states.profiler.disk import measure_quantities, uses_page_cache
 from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
 from deep_opt_states.profiler.ranks import collective_groups, launched_ranks
@@ -63,6 +64,9 @@ def run(options: argparse.Namespace) -> int:
             profile = measure_with(threads=share.threads, cores=share.cores, groups=groups)
             for measure_steps in [] if options.quick else bar([measure_training], description="Training a few layers"):
                 profile = replace(profile, measurements={**profile.measurements, **measure_steps(ranks)})
+            for measure_disk in bar([measure_quantities], description="Reading and writing") if options.nvme else []:
+                on_disk = measure_disk(ranks, options.nvme)
+                profile = replace(profile, measurements={**profile.measurements, **on_disk})
         if is_rank_0:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:
@@ -71,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if is_rank_0:
         _print(profile, num_ranks)
+        for folder in filter(uses_page_cache, options.nvme):
+            print(f"{folder}: no direct I/O (O_DIRECT), so that memory, and not a disk, may have answered")
         print(f"Written: {output}")
     return 0
 

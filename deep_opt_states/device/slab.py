@@ -33,8 +33,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
-_MAP_FIXED = 0x10
-"""A flag of Linux that Python's ``mmap`` does not have: replace what is mapped at the address."""
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+"""Flags of Linux that Python's ``mmap`` lacks: replace what is mapped at the address, and let a slab be larger than the
+memory, because files take the place of a part of it."""
 
 
 class HostMapping(mmap.mmap):
@@ -146,7 +147,7 @@ class HostSlab:
 def _map(size_bytes: int) -> HostMapping:
     try:
         # A shared mapping would be a file in memory, with other rules for container limits and huge pages.
-        memory = HostMapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = HostMapping(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise

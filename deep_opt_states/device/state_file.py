@@ -14,7 +14,9 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 TRIAL = bytes(range(256)) * (mmap.PAGESIZE // 256)
@@ -35,7 +37,12 @@ class StateFile:
         self.folder = folder
         self.fd, self.is_direct = _create(folder)
         self.close = weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, size_bytes)
+        # At exit a write may be in flight, and another file could get the same descriptor.
+        self.close.atexit = False
+        try:
+            os.ftruncate(self.fd, size_bytes)
+        except OSError as error:
+            raise self._error(f"a file of {_gb(size_bytes)} was refused", error) from error
 
     def reserve(self, offset_bytes: int, size_bytes: int) -> None:
         """Take the space of a part, which is zero. Raise ``DiskError`` if the disk is full."""
@@ -73,18 +80,20 @@ class StateFile:
                 moved = transfer(self.fd, [memory[done:]], offset_bytes + done)  # type: ignore[operator]
             except OSError as error:
                 raise self._error(where, error) from error
-            if moved == 0:
-                raise self._error(where, OSError(errno.EIO, "no byte was transferred"))
-            done += moved
-            # After a part that is no whole page, direct I/O would be refused.
-            done -= done % mmap.PAGESIZE if done < len(memory) else 0
+            # Direct I/O starts at a page again.
+            pages = moved if done + moved == len(memory) else moved // mmap.PAGESIZE * mmap.PAGESIZE
+            if pages == 0:
+                raise self._error(where, OSError(errno.EIO, "not one page was transferred"))
+            done += pages
 
     def _use_buffered_io(self) -> None:
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.is_direct = False
 
     def _error(self, found: str, error: OSError) -> DiskError:
-        free = f", {_gb(shutil.disk_usage(self.folder).free)} free" if self.folder.exists() else ", which is gone"
+        free = ", which is gone"
+        with suppress(OSError):
+            free = f", {_gb(shutil.disk_usage(self.folder).free)} free"
         return DiskError(
             f"The optimizer states must be readable and writable in {self.folder}{free}; found that {found}: "
             f"{os.strerror(error.errno or errno.EIO)}.\n"
@@ -95,12 +104,13 @@ class StateFile:
 
 def check_free_space(folders: Sequence[Path], needed_bytes: int, ranks: int) -> None:
     """Raise ``DiskError`` unless ``ranks`` ranks of this node can each keep ``needed_bytes`` in each of ``folders``."""
+    disks = Counter(folder.stat().st_dev for folder in folders)
     for folder in folders:
-        free_bytes = shutil.disk_usage(folder).free
-        if ranks * needed_bytes > free_bytes:
+        free_bytes, all_bytes = shutil.disk_usage(folder).free, disks[folder.stat().st_dev] * ranks * needed_bytes
+        if all_bytes > free_bytes:
             raise DiskError(
                 f"nvme_path: must have room for the optimizer states of the {ranks} ranks of this node, found "
-                f"{_gb(ranks * needed_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
+                f"{_gb(all_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
                 f"Free space there, or set another nvme_path. With a larger host_memory_gb, fewer states are on disk."
             )
 

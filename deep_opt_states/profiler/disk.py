@@ -3,53 +3,74 @@
 from __future__ import annotations
 
 import mmap
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deep_opt_states.device.state_file import StateFile
+from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from perf_model.prediction.cost import DiskRates
+from perf_model.prediction.hardware import DISK_QUANTITIES, Measurement
 
 BLOCK_BYTES = 32 * 2**20
 NUM_BLOCKS = 8
 """The size of one state of a unit on disk, about, and the blocks that are read and written for a measurement."""
 
+REPETITIONS = 5
+
+
+def measure_quantities(ranks: Ranks, folders: Sequence[Path]) -> dict[str, Measurement]:
+    """Return ``DISK_QUANTITIES`` of ``folders``, while all ranks use them; the slowest rank counts.
+
+    This is a collective. Raise ``DiskError`` on every rank if a disk fails on one.
+    """
+    samples = []
+    for _ in range(REPETITIONS):
+        of_ranks = ranks.gather(call_on_all_ranks(ranks, lambda: measure_disks(folders)))
+        samples.append([min(rates) for rates in zip(*of_ranks, strict=True)])
+    by_quantity = zip(DISK_QUANTITIES, zip(*samples, strict=True), strict=True)
+    return {name: Measurement(samples=of_one) for name, of_one in by_quantity}
+
+
+def uses_page_cache(folder: Path) -> bool:
+    """Return whether ``folder`` has no direct I/O, so that memory may answer instead of a disk. Raise ``DiskError``."""
+    return not StateFile(folder, BLOCK_BYTES).is_direct
+
 
 def measure_disks(folders: Sequence[Path]) -> DiskRates:
     """Return the bytes per second of all ``folders`` together. Raise ``DiskError``."""
-    each = [_measure(folder) for folder in folders]
-    return DiskRates(*(sum(rates) for rates in zip(*each, strict=True)))
-
-
-def _measure(folder: Path) -> DiskRates:
-    file = StateFile(folder, 2 * NUM_BLOCKS * BLOCK_BYTES)
-    file.reserve(0, 2 * NUM_BLOCKS * BLOCK_BYTES)
-    source, target = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
-
-    def write(first: int) -> None:
-        for block in range(NUM_BLOCKS):
-            file.write(source, (first + block) * BLOCK_BYTES)
-
-    def read() -> None:
-        for block in range(NUM_BLOCKS):
-            file.read(target, block * BLOCK_BYTES)
-
+    disks = [_Disk(folder) for folder in folders]
+    writes, reads = [disk.write for disk in disks], [disk.read for disk in disks]
     # Once before: the first write to reserved space is slower on some file systems.
-    write(0)
-    write(NUM_BLOCKS)
-    written_s, read_s = _seconds(lambda: write(0)), _seconds(read)
-    both_s = _seconds(lambda: write(NUM_BLOCKS), read)
-    file.close()
-    total = NUM_BLOCKS * BLOCK_BYTES
+    _seconds(writes)
+    written_s, read_s, both_s = _seconds(writes), _seconds(reads), _seconds([*writes, *reads])
+    total = len(folders) * NUM_BLOCKS * BLOCK_BYTES
     return DiskRates(total / read_s, total / written_s, 2 * total / both_s)
 
 
-def _seconds(*tasks: Callable[[], None]) -> float:
-    threads = [threading.Thread(target=task) for task in tasks]
+class _Disk:
+    """A file of blocks that are read, followed by blocks that are written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = StateFile(folder, 2 * NUM_BLOCKS * BLOCK_BYTES)
+        self._file.reserve(0, 2 * NUM_BLOCKS * BLOCK_BYTES)
+        self._source, self._target = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
+        for block in range(NUM_BLOCKS):
+            self._file.write(self._source, block * BLOCK_BYTES)
+
+    def read(self) -> None:
+        for block in range(NUM_BLOCKS):
+            self._file.read(self._target, block * BLOCK_BYTES)
+
+    def write(self) -> None:
+        for block in range(NUM_BLOCKS, 2 * NUM_BLOCKS):
+            self._file.write(self._source, block * BLOCK_BYTES)
+
+
+def _seconds(tasks: Sequence[Callable[[], None]]) -> float:
     start_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(tasks)) as threads:
+        for running in [threads.submit(task) for task in tasks]:
+            running.result()
     return time.perf_counter() - start_s

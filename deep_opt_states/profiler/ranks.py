@@ -17,6 +17,7 @@ from torch.distributed import new_subgroups_by_enumeration
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.slab import HostMemoryError
+from deep_opt_states.device.state_file import DiskError
 from deep_opt_states.profiler.probes import Probe, ProbeError, Rates, synchronize, timed
 
 Value = TypeVar("Value")
@@ -97,7 +98,7 @@ def call_on_all_ranks(ranks: Ranks, action: Callable[[], Value]) -> Value:
 
 
 def _describe(failure: Exception) -> str:
-    if isinstance(failure, ProbeError | HostMemoryError | KernelUnavailable):
+    if isinstance(failure, DiskError | ProbeError | HostMemoryError | KernelUnavailable):
         # Keep the remedy on the second line.
         return " ".join(str(failure).splitlines())
     # PyTorch's messages continue with advice and stack traces.

@@ -8,9 +8,10 @@ they are copied to the slot and back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, groupby
+from functools import partial
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import UpdatedStates
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.device.state_file import StateFile
+from deep_opt_states.runtime.worker import Worker
 from perf_model.schedule.host_layout import PAGE_BYTES, DiskRun, Widths, runs_on_disk
 from perf_model.schedule.workload import Workload
 
@@ -29,9 +31,9 @@ class StatesInSlot:
     """The states of one unit in one disk slot: ``parts``, one entry per range."""
 
     def __init__(self, states: StatesOnDisk, slot: HostSlab) -> None:
-        self._file = states.file
-        self._pages: list[tuple[memoryview, int]] = []
-        """Memory of the slot, and where its contents are in the file."""
+        self._pages: dict[StateFile, list[tuple[memoryview, int]]] = {file: [] for file in states.files}
+        """Memory of the slot and the offset of its contents in the file, by file."""
+        self._readers, self._writers = states.readers, states.writers
         self._edges: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Bytes that are not in the file: their places in the slot and in the slab."""
         tensors: dict[int, dict[str, torch.Tensor]] = {}
@@ -42,8 +44,8 @@ class StatesInSlot:
             dtype = states.dtypes[run.name]
             numel = (run.end_bytes - run.begin_bytes) // dtype.itemsize
             tensors.setdefault(run.part, {})[run.name] = slot.tensor(run.begin_bytes + to_slot, numel, dtype)
-            if run.size_bytes:
-                self._pages.append((slot.bytes(run.offset_bytes + to_slot, run.size_bytes), run.offset_bytes))
+            for file, offset_bytes, size_bytes in stripes(run, states.files):
+                self._pages[file].append((slot.bytes(offset_bytes + to_slot, size_bytes), offset_bytes))
             for begin, end in run.edges:
                 in_slab = states.slab.tensor(begin, end - begin, torch.uint8)
                 self._edges.append((slot.tensor(begin + to_slot, end - begin, torch.uint8), in_slab))
@@ -54,24 +56,37 @@ class StatesInSlot:
         """Read the states to the slot. Raise ``DiskError``."""
         for in_slot, in_slab in self._edges:
             in_slot.copy_(in_slab)
-        for memory, offset_bytes in self._pages:
-            self._file.read(memory, offset_bytes)
+        self._transfer(StateFile.read, self._readers)
 
     def write(self) -> None:
         """Write the states in the slot to the disk. Raise ``DiskError``."""
         for in_slot, in_slab in self._edges:
             in_slab.copy_(in_slot)
-        for memory, offset_bytes in self._pages:
-            self._file.write(memory, offset_bytes)
+        self._transfer(StateFile.write, self._writers)
+
+    def _transfer(self, transfer: Callable[[StateFile, memoryview, int], None], threads: Sequence[Worker]) -> None:
+        """Transfer the pages of all files at once, those of the first one on this thread."""
+
+        def of_one_file(file: StateFile) -> None:
+            for memory, offset_bytes in self._pages[file]:
+                transfer(file, memory, offset_bytes)
+
+        first, *others = self._pages
+        running = [thread.submit(partial(of_one_file, file)) for thread, file in zip(threads, others, strict=True)]
+        of_one_file(first)
+        for future in running:
+            future.result()
 
 
 @dataclass(eq=False)
 class StatesOnDisk:
-    """The states of one unit: ``runs`` of the slab whose whole pages are in ``file``."""
+    """The states of one unit: ``runs`` of the slab whose whole pages are in ``files``."""
 
     runs: Sequence[DiskRun]
     dtypes: Mapping[str, torch.dtype]
-    file: StateFile
+    files: Sequence[StateFile]
+    readers: Sequence[Worker]
+    writers: Sequence[Worker]
     slab: HostSlab
     slots: Sequence[HostSlab]
 
@@ -88,8 +103,8 @@ class StatesOnDisk:
 class DiskStates:
     """All units on disk of one rank, by their ranges in ``units``, with one file per folder and the disk slots.
 
-    ``slab`` gets its pages on disk from the files. Units take turns among ``folders``, which share the bytes equally.
-    Raise ``DiskError`` if a disk is full, and ``HostMemoryError`` if the host has no memory for the slots.
+    ``slab`` gets its pages on disk from the files. All ``folders`` share each state of each unit equally. Raise
+    ``DiskError`` if a disk is full, and ``HostMemoryError`` if the host has no memory for the slots.
     """
 
     def __init__(
@@ -102,28 +117,39 @@ class DiskStates:
         folders: Sequence[Path],
     ) -> None:
         self.files = [StateFile(folder, slab.size_bytes) for folder in folders]
+        # The threads of the read and write lanes transfer the pages of the first file.
+        self._readers, self._writers = ([Worker(name="deep_opt_states-disk") for _ in folders[1:]] for _ in range(2))
         by_unit = {unit: list(runs) for unit, runs in groupby(runs_on_disk(workload, widths), attrgetter("unit"))}
-        placed = list(zip(by_unit.items(), cycle(self.files), strict=False))
+        placed = [stripe for runs in by_unit.values() for run in runs for stripe in stripes(run, self.files)]
         # All space is taken before anything is written.
-        for (_, runs), file in placed:
-            for run in runs:
-                if run.size_bytes:
-                    file.reserve(run.offset_bytes, run.size_bytes)
-        for (_, runs), file in placed:
-            for run in runs:
-                if run.size_bytes:
-                    file.check_coherence(run.offset_bytes)
-                    slab.map_file(file.fd, run.offset_bytes, run.size_bytes)
+        for file, offset_bytes, size_bytes in placed:
+            file.reserve(offset_bytes, size_bytes)
+        for file, offset_bytes, size_bytes in placed:
+            file.check_coherence(offset_bytes)
+            slab.map_file(file.fd, offset_bytes, size_bytes)
         _, each_bytes, count = widths.disk_bytes(workload)
         self.slots = [device.host_slab(each_bytes) for _ in range(count)]
         self.units = {
-            workload.units[unit].ranges: StatesOnDisk(runs, dtypes, file, slab, self.slots)
-            for (unit, runs), file in placed
+            workload.units[unit].ranges: StatesOnDisk(
+                runs, dtypes, self.files, self._readers, self._writers, slab, self.slots
+            )
+            for unit, runs in by_unit.items()
         }
 
     def close(self) -> None:
         """Close the files, whose space is free when no tensor over their pages is left."""
+        for thread in (*self._readers, *self._writers):
+            thread.close()
         for file in self.files:
             file.close()
         for slot in self.slots:
             slot.close()
+
+
+def stripes(run: DiskRun, files: Sequence[StateFile]) -> Iterator[tuple[StateFile, int, int]]:
+    """Yield the pages of ``run`` by file: the file, the offset and the size in bytes."""
+    pages = run.size_bytes // PAGE_BYTES
+    for number, file in enumerate(files):
+        first, end = (PAGE_BYTES * (pages * each // len(files)) for each in (number, number + 1))
+        if first < end:
+            yield file, run.offset_bytes + first, end - first

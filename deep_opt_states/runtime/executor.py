@@ -23,7 +23,7 @@ from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
-from deep_opt_states.runtime.worker import CpuLane, Worker
+from deep_opt_states.runtime.worker import CpuLane, HostThreads
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
@@ -100,15 +100,13 @@ class Executor:
         self._flushing = False
         """Whether only a stream has waited for the last update, so that flushes and writes may be in flight."""
         self._failure: BaseException | None = None
-        self._threads: dict[Lane, CpuLane] = {Lane.CPU: worker or Worker(device.enter_thread)}
-        for lane in (Lane.READ, Lane.WRITE) if schedule.num_disk_slots else ():
-            self._threads[lane] = Worker(device.enter_thread, f"deep_opt_states-{lane.value}")
+        self._threads = HostThreads(device.enter_thread, worker, uses_disk=schedule.num_disk_slots > 0)
         self._uninterrupted = Uninterrupted(device)
         self._issuer = Issuer(device, self._lanes, self._threads, self._actions.bodies, span)
         try:
             self._use(schedule, states)
         except BaseException:
-            self._close_threads()
+            self._threads.close()
             self._uninterrupted.close()
             raise
 
@@ -140,7 +138,7 @@ class Executor:
         self.end()
         # A lane may still copy into memory that is freed here, for an update that never started.
         self._lanes.drain()
-        self._issuer.drain_threads()
+        self._threads.drain()
         self._use(schedule, states)
 
     def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
@@ -224,6 +222,8 @@ class Executor:
         self._issuer.begin()
         self._pending, self._flushing = True, False
         with self._keep_failure():
+            # A write of the last update may have failed since.
+            self._issuer.stop.raise_cause()
             # Inside: it may run out of memory, and the other ranks must know.
             prepare()
             self.kept_speculations = self._issuer.keep_speculations(lambda unit: self._is_speculated(unit, steps))
@@ -345,6 +345,7 @@ class Executor:
     def clear_failure(self) -> None:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
         self._failure = None
+        self._issuer.stop.clear()
         self._pending = self._flushing = False
         self._issuer.forget_flushes()
         self._issuer.on_cpu = {}
@@ -363,17 +364,13 @@ class Executor:
         if self._flushing:
             self.end()
         self._forget_speculations()
-        self._close_threads()
+        self._threads.close()
         # Prefetches for an update that never started may still write to slots that are freed here.
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
         self._residents.close()
         self._shadows.close()
-
-    def _close_threads(self) -> None:
-        for thread in self._threads.values():
-            thread.close()
 
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 _REMEDY = (
     "Parameters and optimizer states will not be used or saved. Fix the cause, and continue from the last checkpoint."
 )
@@ -30,3 +32,35 @@ class UpdateFailed(RuntimeError):
         error = cls(text)
         error.__cause__ = failure
         return error
+
+
+class Stop:
+    """The stop of an update after a failure: nothing further is issued, and no thread starts anything."""
+
+    def __init__(self) -> None:
+        self._is_set = threading.Event()
+        self._cause: BaseException | None = None
+
+    @property
+    def cause(self) -> BaseException | None:
+        """Return the failure of a thread that has stopped the update; a write of the last update may also do so."""
+        return self._cause
+
+    def is_set(self) -> bool:
+        """Return whether the update has failed."""
+        return self._is_set.is_set()
+
+    def set(self, cause: BaseException | None = None) -> None:
+        """Stop the update, because of the failure ``cause`` of a thread. The first one counts."""
+        self._cause = self._cause or cause
+        self._is_set.set()
+
+    def raise_cause(self) -> None:
+        """Raise the failure of a thread, if there was one."""
+        if self._cause is not None:
+            raise self._cause
+
+    def clear(self) -> None:
+        """Allow updates again."""
+        self._cause = None
+        self._is_set.clear()

@@ -2,13 +2,12 @@
 
 The h2d, compute, d2h and publish lanes are streams, and the cpu lane is a worker thread, so all of them overlap.
 Streams wait for one another by events, and the host continues. A stream cannot wait for a thread, so the worker itself
-issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action on a stream waits for the CPU. The lanes
-that read and write units on disk are threads, too, which wait for one another, for the worker and for events.
+issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action on a stream waits for the CPU. Units on
+disk are read and written by two more threads, which wait for anything.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,8 +17,9 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.runtime.action_events import ActionEvents
+from deep_opt_states.runtime.failure import Stop
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.worker import CpuLane
+from deep_opt_states.runtime.worker import HostThreads
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import Schedule
@@ -42,7 +42,7 @@ class Issuer:
         self,
         device: Device[Any],
         lanes: LaneStreams,
-        threads: Mapping[Lane, CpuLane],
+        threads: HostThreads,
         run: Mapping[ActionKind, Callable[[Action], None]],
         span: Callable[[str], AbstractContextManager[object]],
     ) -> None:
@@ -52,8 +52,7 @@ class Issuer:
         self._worker = threads[Lane.CPU]
         self._run = run
         self._span = span
-        self.stop = threading.Event()
-        """Set by a failure: the host issues no further action, and the worker starts none."""
+        self.stop = Stop()
         self.on_cpu: dict[str, Future[None]] = {}
         """The futures of the tasks of the worker and of other threads in this update, by the action's name."""
         self.issued = 0
@@ -100,7 +99,6 @@ class Issuer:
 
     def begin(self) -> None:
         """Start an update, with the prefetches that were issued for it."""
-        self.stop.clear()
         self.on_cpu, self._early_reads = self._early_reads, {}
         self._writes_before = self.events.writes
         self.issued = self._ended_on_cpu = 0
@@ -109,16 +107,12 @@ class Issuer:
 
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot, and the first read into each disk slot, for the next update."""
-        # A failure that was cleared, or a read that was forgotten, must not stop the reads for this update.
-        self.stop.clear()
         for action in self._first_prefetches:
-            if action.name in self._prefetched or action.name in self._early_reads:
-                continue
-            if action.lane.is_thread:
+            if action.name not in self._prefetched and action.lane.is_thread:
                 self._early_reads[action.name] = self._submit(action, self._next_events, self.events.writes)
-            else:
+            elif action.name not in self._prefetched:
                 self._on_stream(action, self._next_events)
-                self._prefetched.add(action.name)
+            self._prefetched.add(action.name)
 
     def speculate(self, unit: int, ready: Event | None) -> None:
         """Let the worker speculate the step of ``unit`` in the next update, once ``ready`` has finished."""
@@ -201,17 +195,13 @@ class Issuer:
         for name, future in self.on_cpu.items():
             if future not in writes:
                 self.wait_for_worker(name)
+        self.stop.raise_cause()
         self._ended_on_cpu = self.issued
 
     def finish_writes(self) -> None:
         """Block the host until the last update has written its units on disk."""
         for write in self.events.writes:
             write.result()
-
-    def drain_threads(self) -> None:
-        """Block the host until the threads have run all that was submitted to them."""
-        for thread in self._threads.values():
-            thread.submit(lambda: None).exception()
 
     def is_brought_out(self, position: int) -> bool:
         """Return whether the action at ``position`` is issued, so that a stream can wait for it."""
@@ -229,6 +219,7 @@ class Issuer:
         # Raise a failure of the CPU update here, not only at the end.
         for name in (*action.waits, action.name):
             self.wait_for_worker(name)
+        self.stop.raise_cause()
         if action.lane is Lane.PUBLISH:
             self._ended_on_cpu = max(self._ended_on_cpu, position + 1)
 
@@ -239,17 +230,17 @@ class Issuer:
 
     def first_error(self, error: BaseException) -> BaseException:
         """Wait for the threads, and return their exception, from which ``error`` may follow, or else ``error``."""
-        self.drain_threads()
+        self._threads.drain()
         failures = [failure for future in self.on_cpu.values() if (failure := future.exception()) is not None]
-        return failures[0] if failures else error
+        return self.stop.cause or (failures[0] if failures else error)
 
     def on_thread(self, action: Action, events: ActionEvents, after: Sequence[Future[None]]) -> None:
         """Run or issue ``action`` on the calling thread after ``after``, whose failures it raises."""
         try:
-            if self._was_stopped(action):
-                return
             for future in after:
                 future.result()
+            if self._was_stopped(action):
+                return
             if not action.lane.is_thread:
                 self._on_stream(action, events)
                 return
@@ -262,13 +253,15 @@ class Issuer:
             # Another thread may have failed meanwhile, and those that this one waited for have done nothing.
             if not self._was_stopped(action):
                 self._run_on_worker(action, events)
-        except BaseException:
-            self.stop.set()
+        except BaseException as error:
+            # A read for the next update may be forgotten. If it is not, its unit's step fails because of it.
+            if action.kind is not ActionKind.READ or events is self.events:
+                self.stop.set(error)
             raise
 
     def _was_stopped(self, action: Action) -> bool:
-        """Return whether the update has failed. Raise if ``action`` is a write, which later readers rely on."""
-        if self.stop.is_set() and action.kind is ActionKind.WRITE:
+        """Return whether the update has failed. Raise if ``action`` uses a disk: others rely on the bytes."""
+        if self.stop.is_set() and action.lane is not Lane.CPU and action.lane.is_thread:
             raise RuntimeError(f"{action.name} did not run, because another part of the update had failed")
         return self.stop.is_set()
 

@@ -146,6 +146,17 @@ class StateMemory:
             slot.lock()
 
     @property
+    def is_partly_on_disk(self) -> bool:
+        """Return whether the states of a unit are on disk."""
+        return self._disk is not None
+
+    @property
+    def cached_folders(self) -> list[Path]:
+        """Return the folders on disk that are read and written through the page cache."""
+        files = [] if self._disk is None else self._disk.files
+        return [file.folder for file in files if not file.is_direct]
+
+    @property
     def untouched(self) -> list[AdamTensors]:
         """Return the tensors in host memory whose pages the threads that update them should touch first."""
         if self._disk is None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
+from perf_model.schedule.action import Lane
+
 Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
@@ -57,6 +59,29 @@ class Worker:
         else:
             complete_future(future, task)
         return future
+
+
+class HostThreads:
+    """The threads of the lanes that the host runs: ``worker``, and two that read and write if units are on disk."""
+
+    def __init__(self, enter: Task, worker: CpuLane | None, *, uses_disk: bool) -> None:
+        self._by_lane: dict[Lane, CpuLane] = {Lane.CPU: worker or Worker(enter)}
+        if uses_disk:
+            self._by_lane |= {lane: Worker(enter, f"deep_opt_states-{lane.value}") for lane in (Lane.READ, Lane.WRITE)}
+
+    def __getitem__(self, lane: Lane) -> CpuLane:
+        """Return the thread of ``lane``; the worker, which issues the actions of other lanes, if it has none."""
+        return self._by_lane[lane if lane.is_thread else Lane.CPU]
+
+    def drain(self) -> None:
+        """Block the host until the threads have run all that was submitted to them."""
+        for thread in self._by_lane.values():
+            thread.submit(lambda: None).exception()
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._by_lane.values():
+            thread.close()
 
 
 def complete_future(future: Future[None], task: Task) -> None:

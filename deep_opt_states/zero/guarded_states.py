@@ -64,14 +64,26 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         self._update.synchronize_ranks(states=True)
         return super().get_full_hp_param(*args, **kwargs)
 
-    def set_full_hp_param(self, *args: Any, **kwargs: Any) -> None:
+    def set_full_hp_param(self, value: Any, *args: Any, **kwargs: Any) -> None:
         self._update.synchronize_ranks(states=True)
-        super().set_full_hp_param(*args, **kwargs)
+        super().set_full_hp_param(self._copied_by_the_host(value), *args, **kwargs)
 
-    def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+    def set_local_hp_param(self, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_local_hp_param(self._copied_by_the_host(value), *args, **kwargs)
+
+    def _get_fp32_opt_state_partition(self, param: Any, release_swap_buffers: bool, *args: Any, **kwargs: Any) -> Any:
         self._update.wait(states=True)
         self._update.raise_if_failed()
-        return super()._get_fp32_opt_state_partition(*args, **kwargs)
+        states, group = super()._get_fp32_opt_state_partition(param, release_swap_buffers, *args, **kwargs)
+        # A caller that releases the swap buffers only reads.
+        return self._copied_by_the_host(states) if release_swap_buffers else states, group
+
+    def _copied_by_the_host(self, states: Any) -> Any:
+        """Return a copy of ``states`` in host memory if some are on disk: only a part of a tensor is then page-locked.
+
+        A copy engine accepts no memory of which only a part is.
+        """
+        return states.detach().clone().cpu() if self._running.memory.is_partly_on_disk else states
 
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:
         """Offload the states in ``include``, except ``lp_grads``: gradients stay where they are needed."""

@@ -83,8 +83,7 @@ def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoic
 
 def _supported(ds_config: Any) -> Config | None:
     """Return our block, or None if the plugin is off. Raise ``ConfigError`` or ``Unsupported``."""
-    config = enabled_config(param_dict(ds_config))
-    if config is None:
+    if (config := enabled_config(param_dict(ds_config))) is None:
         return None
     refuse_config(ds_config)
     return with_nvme_path(config, ds_config.zero_config.offload_optimizer)
@@ -96,10 +95,9 @@ def check_config(ds_config: Any) -> None:
 
     Raise ``ConfigError`` or ``Unsupported``. Without ``"optimizer"`` in the config, ``check_engine`` checks it later.
     """
+    enabled_config(param_dict(ds_config))
     if ds_config.optimizer_name is not None:
         _supported(ds_config)
-    else:
-        enabled_config(param_dict(ds_config))
 
 
 @missing_names_are_refused()

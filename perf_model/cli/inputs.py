@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perf_model.cli.machine_options import read_machine
@@ -112,6 +112,9 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
         rule = f"ranks_per_node: must be at most {profile.cores}, the number of cores of {profile.name}"
         raise ModelError(f"{rule}, found {job.ranks_on_node}.\nCorrect --ranks-per-node, the GPUs per host.")
     _check_rules(job, profile)
+    if job.disk is None and (rates := DiskRates.from_profile(profile)) is not None:
+        ratio = profile.provenance.ranks / job.ranks_on_node
+        job = replace(job, disk=DiskRates(*(ratio * rate for rate in rates)))
     for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "eager_memory_gb", "offload_param"):
         value = getattr(options, name)
         if value is not None and value is not False and not profile.has_accelerator:

@@ -130,7 +130,7 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         "bf16": {"enabled": True, **dict.fromkeys(KEYS_OF_STATES[job.states], True)},
         "zero_optimization": {
             "stage": 3,
-            "offload_optimizer": {"device": "cpu"} if job.disk is None else {"device": "nvme", "nvme_path": NVME_PATH},
+            "offload_optimizer": {"device": "nvme", "nvme_path": NVME_PATH} if found.disk_bytes else {"device": "cpu"},
             **({"offload_param": {"device": "cpu"}} if job.offload_param else {}),
             **({"sub_group_size": job.sub_group_size} if "sub_group_size" in given else {}),
         },

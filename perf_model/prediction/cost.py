@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.hardware import DISK_QUANTITIES, HardwareProfile
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
@@ -114,6 +114,12 @@ class DiskRates(NamedTuple):
     read: float
     write: float
     both: float
+
+    @classmethod
+    def from_profile(cls, profile: HardwareProfile) -> DiskRates | None:
+        """Return the rates in ``profile``, None if it has none."""
+        rates = [rate for name in DISK_QUANTITIES if (rate := profile.get(name)) is not None]
+        return cls(*rates) if len(rates) == len(DISK_QUANTITIES) else None
 
     @classmethod
     def one_after_the_other(cls, read: float, write: float) -> DiskRates:

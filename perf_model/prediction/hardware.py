@@ -71,7 +71,14 @@ TRAINING_QUANTITIES: dict[str, Quantity] = {
 }
 """Quantities of a run of DeepSpeed, which a profile need not contain. A module is one with parameters."""
 
-KNOWN = ChainMap(QUANTITIES, TRAINING_QUANTITIES)
+DISK_QUANTITIES: dict[str, Quantity] = {
+    "disk_read_bytes_per_s": Quantity("states on disk, read alone", 1e6, 1e12),
+    "disk_write_bytes_per_s": Quantity("states on disk, written alone", 1e6, 1e12),
+    "disk_both_bytes_per_s": Quantity("states on disk, read and written at once, their sum", 1e6, 2e12),
+}
+"""Quantities of the disks that ``profile --nvme`` names."""
+
+KNOWN = ChainMap(QUANTITIES, TRAINING_QUANTITIES, DISK_QUANTITIES)
 
 _SPECIFIED = {
     "gpu_memory_bytes": Quantity("memory of the GPU", 1e9, 1e13),

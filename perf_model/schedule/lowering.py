@@ -50,14 +50,13 @@ def forward_order(
         # First: ``step()`` waits for it.
         in_order.remove(persistent)
         in_order.insert(0, persistent)
-    due: list[tuple[float, bool, int]] = []
+    due: list[tuple[float, bool, int, int]] = []
     on_host = [index for index in in_order if not workload.units[index].is_on_disk]
     of_cpu = sum(workload.units[index].numel for index in on_host if placements[index] is Placement.CPU)
     passed = 0
-    for index in in_order:
-        if workload.units[index].is_on_disk:
-            passed += workload.units[index].numel
-            due.append((min(1.0, CPU_PER_DISK * passed / max(1, of_cpu)), True, index))
+    for index in (each for each in in_order if workload.units[each].is_on_disk):
+        passed += workload.units[index].numel
+        due.append((min(1.0, CPU_PER_DISK * passed / max(1, of_cpu)), True, passed, index))
     for placement in (Placement.CPU, Placement.STREAMED):
         on_cpu = placement is Placement.CPU
         indices = [index for index in on_host if placements[index] is placement]
@@ -65,9 +64,9 @@ def forward_order(
         for index in indices:
             numel = workload.units[index].numel
             done += numel
-            due.append(((done if on_cpu else done - numel / 2) / total, on_cpu, index))
+            due.append(((done if on_cpu else done - numel / 2) / total, on_cpu, 0, index))
     residents = (index for index in in_order if placements[index] is Placement.RESIDENT)
-    return (*residents, *(index for _, _, index in sorted(due)))
+    return (*residents, *(index for *_, index in sorted(due)))
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:

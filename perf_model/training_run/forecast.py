@@ -141,11 +141,12 @@ class Forecast:
         self._training_limit = gpu if self._has_gpu else host
         left = None if self._training_limit is None else self._training_limit - self._bytes_of(self._training)
         self.cost = CostModel.from_profile(profile, self._copied)
-        sub_groups = job.sub_groups
-        if job.disk is not None and host is not None:
+        sub_groups, widths = job.sub_groups, replace(job.setup.widths, publishes=self._has_gpu)
+        # Training refuses fp32 moments of bf16 masters on disk.
+        if job.disk is not None and host is not None and widths.master == widths.moment:
             in_memory = host if self._has_gpu else max(0, host - self._training.allocated_bytes)
-            sub_groups = place_on_disk(sub_groups, job.setup.widths, in_memory, job.rules.placement_of)
-            self.cost = self.cost.with_disk(job.disk, job.setup.widths)
+            sub_groups = place_on_disk(sub_groups, widths, in_memory, job.rules.placement_of)
+            self.cost = self.cost.with_disk(job.disk, widths)
         setup, self.windows = job.setup, Windows()
         if self._has_gpu:
             self.windows = Windows(

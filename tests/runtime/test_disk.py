@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.device.state_file import DiskError, StateFile
+from deep_opt_states.host import machine
 from deep_opt_states.runtime.issuer import Issuer
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.check import check
@@ -81,10 +83,11 @@ def hostile_disk(chance: random.Random, longest_s: float = 0.004) -> Iterator[No
 
 
 def is_right(folder: Path, seed: int, count: int = 5) -> bool:
+    """Return whether all numbers are right. Every other seed has two folders."""
     chance = random.Random(seed)
     planned = iterations(chance, count)
     with hostile_disk(chance):
-        found = MovingTraining(MODEL, planned[0].plan, HostDevice(), [folder]).train(planned)
+        found = MovingTraining(MODEL, planned[0].plan, HostDevice(), [folder] * (1 + seed % 2)).train(planned)
     return all(map(torch.equal, found, train_serially(MODEL, planned)))
 
 
@@ -181,6 +184,47 @@ def test_a_failed_transfer_is_a_failure_of_the_update_that_names_the_folder(
 
 
 @pytest.mark.promise("P6")
+@pytest.mark.parametrize("delay", range(12))
+def test_the_next_update_fails_because_of_a_write_that_failed_in_flight(tmp_path: Path, delay: int) -> None:
+    """Check a failure of the last write, which may come before, between and after the reads of the next update."""
+    plan = random_plan(random.Random(1))
+    training = MovingTraining(MODEL, plan, HostDevice(), [tmp_path])
+    iteration = MovingIteration(plan=plan, prefetches=True, overlaps_flushes=True)
+    list(training.run(0, iteration))
+    write, disk = StateFile.write, training.memory._disk
+    assert disk is not None
+    *_, last = (run for unit in disk.units.values() for run in unit.runs if run.size_bytes)
+
+    def fail_late(file: StateFile, memory: memoryview, offset_bytes: int) -> None:
+        if offset_bytes != last.offset_bytes:
+            return write(file, memory, offset_bytes)
+        time.sleep(0.002 * delay)
+        raise DiskError("by this test")
+
+    with hostile_disk(random.Random(delay), 0.001), mock.patch.object(StateFile, "write", fail_late):
+        with suppress(AssertionError):
+            list(training.run(1, iteration))
+        time.sleep(0.001 * delay)
+        with suppress(AssertionError):
+            list(training.run(2, iteration))
+    training.executor.close()
+    assert "by this test" in str(training.executor.failure)
+
+
+def test_a_slab_with_states_on_disk_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    slab = HostSlab(machine.memory().total_bytes * 2)
+    file = StateFile(tmp_path, 2**20)
+    file.reserve(0, 2**20)
+    slab.map_file(file.fd, 0, 2**20)
+    slab.tensor(0, 10, torch.uint8).fill_(7)
+    page = bytearray(4096)
+    with file_buffered(file):
+        file.read(memoryview(page), 0)
+    assert page[:11] == bytes([7] * 10 + [0])
+    assert slab.host_bytes == slab.size_bytes - 2**20
+
+
+@pytest.mark.promise("P6")
 def test_a_failed_read_for_an_update_that_reads_again_changes_nothing(tmp_path: Path) -> None:
     plan = random_plan(random.Random(1))
     planned = [MovingIteration(plan=plan, prefetches=True, writes_states=True) for _ in range(3)]
@@ -191,7 +235,7 @@ def test_a_failed_read_for_an_update_that_reads_again_changes_nothing(tmp_path: 
             training.executor.prefetch()
             # The iteration writes states first, so that all reads are made again.
             training.executor.sync_states_to_host()
-            training.executor._issuer.drain_threads()
+            training.executor._threads.drain()
         found.extend(training.run(number, iteration))
     found.extend(training.end())
     assert all(map(torch.equal, found, train_serially(MODEL, planned)))

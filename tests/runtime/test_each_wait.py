@@ -61,9 +61,12 @@ WAITS = {
 
 WITHOUT_A_NUMBER = {
     "action_events.timeline-0": "the host waits before it reads times",
+    "disk_states._transfer-0": "a disk; test_disk.py has two folders",
     "executor._keep_failure-0": "no update follows; see test_fake_device.py",
+    "executor.load_plan-1": "a disk; test_disk.py changes plans with reads in flight",
     "executor.touch-0": "all memory is zero on the fake device",
     "exposure.phases-0": "the host waits before it reads times",
+    "issuer.first_error-0": "no update follows a failure",
     "issuer.finish_writes-0": "a disk; test_disk.py removes it",
     "issuer.on_thread-0": "the actions of one thread run in order; test_disk.py removes the waits of others",
     "issuer.on_thread-1": "the worker waits for no action of any plan; test_races.py draws such schedules",

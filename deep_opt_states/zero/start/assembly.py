@@ -142,22 +142,28 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     choice = raise_together(lambda: _choose_host_adam(optimizer, share, resources))
     config, updates_parts = _with_whole_sub_groups_if_needed(config, choice)
     ranks = SharingRanks.gather(Ranks())
+    setup = _setup(optimizer, accelerator.device)
+    defers = config.overlap_forward and updates_parts
+    if not defers:
+        sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
+    sub_groups = choose_states_on_disk(config, sub_groups, setup.widths, ranks)
+    if any(partition.is_on_disk for group in sub_groups for partition in group):
+        if config.all_eager:
+            log_rank_0('"eager": true has no effect beside states on disk: a second version would need their memory')
+        config = config.model_copy(update={"eager": False})
     context = Context(
         optimizer=optimizer,
         accelerator=accelerator,
         device=AccountingDevice(accelerator.device),
-        setup=_setup(optimizer, accelerator.device),
+        setup=setup,
         budget=raise_together(lambda: accelerator.gpu_budget(config)) if config.may_plan else None,
         share=share,
         host_adam=choice.kernel,
-        defers=config.overlap_forward and updates_parts,
+        defers=defers,
         free_host_bytes=partial(free_share_bytes, ranks) if config.plans_eager else lambda: 0,
     )
-    if not context.defers:
-        sub_groups = [[replace(partition, is_persistent=False) for partition in group] for group in sub_groups]
-    else:
+    if context.defers:
         _log_overruled(config, sub_groups)
-    sub_groups = choose_states_on_disk(config, sub_groups, context.setup.widths, ranks)
     planned = make_plan(config, sub_groups, context.setup, accelerator, context.budget, share)
     # Immediately, because the rest of the start prints warnings of other libraries.
     for line in planned.at_start():
@@ -183,6 +189,10 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         disk_folders=disk_folders,
     )
     resources.callback(memory.close)
+    for folder in memory.cached_folders:
+        log_rank_0(
+            f"{folder} has no direct I/O that agrees with its page cache: states are read and written through it"
+        )
     memory.set_plan(plan)
     gradients = Gradients(context.optimizer, context.gradient_buffers(plan, memory.units), context.staging(plan))
     # Closed before ``memory``, which copies may be writing to.

@@ -19,10 +19,10 @@ from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
-from perf_model.prediction.cost import DiskRates
+from perf_model.prediction.cost import CostModel, DiskRates
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.on_disk import place_on_disk
-from perf_model.schedule.workload import Partition
+from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB, size
 
 HOST_MARGIN = 0.1
@@ -67,7 +67,7 @@ def choose_states_on_disk(
     if not config.nvme_paths:
         return [list(partitions) for partitions in sub_groups]
     if config.host_memory_gb is None:
-        free_bytes = free_share_bytes(ranks) - int(HOST_MARGIN * machine.memory().total_bytes / ranks.on_node)
+        free_bytes = free_share_bytes(ranks) - int(HOST_MARGIN * machine.memory().usable_bytes / ranks.on_node)
     else:
         free_bytes = int(config.host_memory_gb * GB / ranks.on_node)
     host_bytes = max(0, min(Ranks().gather(free_bytes)))
@@ -81,8 +81,13 @@ def choose_states_on_disk(
     return placed
 
 
-def disk_rates(config: Config) -> DiskRates:
-    """Return the rates of this rank's disks while all ranks use theirs. This is a collective."""
+def with_disks(config: Config, cost: CostModel, workload: Workload, widths: Widths) -> CostModel:
+    """Return ``cost`` with the rates of this rank's disks while all ranks use theirs, if a unit is on disk.
+
+    This is a collective.
+    """
+    if not workload.on_disk_numel:
+        return cost
     folders = [Path(path) for path in config.nvme_paths or []]
     measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
@@ -90,4 +95,4 @@ def disk_rates(config: Config) -> DiskRates:
         f"disks, per rank: {size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
         f"{size(int(rates.both))}/s both at once"
     )
-    return rates
+    return cost.with_disk(rates, widths)

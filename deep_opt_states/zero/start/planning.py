@@ -19,7 +19,7 @@ from deep_opt_states.report.record import PredictedUpdate
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from deep_opt_states.zero.start.disk import disk_rates
+from deep_opt_states.zero.start.disk import with_disks
 from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.plan_request import PlanRequest
@@ -76,9 +76,7 @@ def make_plan(
     predict, request, why = None, None, ""
     if config.predicts(workload):
         profile = _load_profile(config, accelerator, share, notes.append)
-        cost = CostModel.from_profile(profile, setup.widths)
-        if workload.on_disk_numel:
-            cost = cost.with_disk(disk_rates(config), setup.widths)
+        cost = with_disks(config, CostModel.from_profile(profile, setup.widths), workload, setup.widths)
         predict = partial(_predict, cost, profile.has_accelerator, sub_groups)
     if config.plans(workload):
         unlimited = PlanRequest(

@@ -466,7 +466,7 @@ CASES = (
     replace(
         ON_DISK,
         name="states on disk",
-        blocks=(ALL_ON_DISK, SOME_ON_DISK, eager(SOME_ON_DISK), {**SOME_ON_DISK, **SERIAL}, {"host_memory_gb": 0.0}),
+        blocks=(ALL_ON_DISK, SOME_ON_DISK, {**SOME_ON_DISK, **SERIAL}, {"host_memory_gb": 0.0}),
     ),
     replace(
         ON_DISK,
