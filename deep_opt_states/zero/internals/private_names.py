@@ -53,6 +53,7 @@ HOOKS = {
     "set_fp32_grad_for_param": "value param",
     "set_full_hp_param": "value param optim_state_key",
     "set_local_grad_for_param": "value param",
+    "set_local_hp_param": "value param optim_state_key",
     "unscale_and_clip_grads": "sub_group_id total_norm",
     "update_fp32_grad_for_param_vectorized": "update_func param_list",
     "zero_grad": "set_to_none",
@@ -61,7 +62,7 @@ HOOKS = {
 
 PASS_FURTHER_ON = {
     *("_configure_offloading", "_get_fp32_opt_state_partition", "get_full_hp_param", "offload_states", "reload_states"),
-    "set_full_hp_param",
+    *("set_full_hp_param", "set_local_hp_param"),
     *("_all_gather", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "load_checkpoint"),
 }
 """The methods whose replacements pass further arguments on to DeepSpeed's own."""
