@@ -23,7 +23,7 @@ from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
-from deep_opt_states.runtime.worker import CpuLane, HostThreads
+from deep_opt_states.runtime.worker import CpuLane, HostThreads, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
@@ -100,7 +100,8 @@ class Executor:
         self._flushing = False
         """Whether only a stream has waited for the last update, so that flushes and writes may be in flight."""
         self._failure: BaseException | None = None
-        self._threads = HostThreads(device.enter_thread, worker, uses_disk=schedule.num_disk_slots > 0)
+        worker = worker or Worker(device.enter_thread)
+        self._threads = HostThreads(worker, device.enter_thread, uses_disk=schedule.num_disk_slots > 0)
         self._uninterrupted = Uninterrupted(device)
         self._issuer = Issuer(device, self._lanes, self._threads, self._actions.bodies, span)
         try:

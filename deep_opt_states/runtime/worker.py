@@ -64,8 +64,8 @@ class Worker:
 class HostThreads:
     """The threads of the lanes that the host runs: ``worker``, and two that read and write if units are on disk."""
 
-    def __init__(self, enter: Task, worker: CpuLane | None, *, uses_disk: bool) -> None:
-        self._by_lane: dict[Lane, CpuLane] = {Lane.CPU: worker or Worker(enter)}
+    def __init__(self, worker: CpuLane, enter: Task, *, uses_disk: bool) -> None:
+        self._by_lane: dict[Lane, CpuLane] = {Lane.CPU: worker}
         if uses_disk:
             self._by_lane |= {lane: Worker(enter, f"deep_opt_states-{lane.value}") for lane in (Lane.READ, Lane.WRITE)}
 

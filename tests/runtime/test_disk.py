@@ -6,6 +6,9 @@ import errno
 import gc
 import os
 import random
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -271,6 +274,38 @@ def test_a_file_whose_mapping_differs_from_direct_io_uses_the_page_cache(tmp_pat
     with mock.patch.object(StateFile, "read"):
         file.check_coherence(4096)
     assert not file.is_direct
+
+
+def test_training_goes_on_if_the_folder_is_removed(tmp_path: Path) -> None:
+    folder, planned = tmp_path / "states", iterations(random.Random(5), 4)
+    folder.mkdir()
+    training = MovingTraining(MODEL, planned[0].plan, HostDevice(), [folder])
+    folder.rmdir()
+    assert all(map(torch.equal, training.train(planned), train_serially(MODEL, planned)))
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from deep_opt_states.device.state_file import StateFile
+file = StateFile(Path(sys.argv[1]), 2**26)
+file.reserve(0, 2**26)
+print("reserved", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.promise("P6")
+def test_a_killed_process_leaves_no_file_and_no_space_behind(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reserved\n"
+        with_the_file = shutil.disk_usage(tmp_path).free
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+    # Other processes use the disk, too.
+    assert shutil.disk_usage(tmp_path).free > with_the_file + 2**25
 
 
 def test_nothing_is_left_in_the_folder_and_no_descriptor_is_open(tmp_path: Path) -> None:
