@@ -23,7 +23,7 @@ REPETITIONS = 5
 def measure_quantities(ranks: Ranks, folders: Sequence[Path]) -> dict[str, Measurement]:
     """Return ``DISK_QUANTITIES`` of ``folders``, while all ranks use them; the slowest rank counts.
 
-    This is a collective. Raise ``DiskError`` on every rank if a disk fails on one.
+    This is a collective. Raise ``ProbeError`` on every rank if a disk fails on one.
     """
     samples = []
     for _ in range(REPETITIONS):

@@ -74,7 +74,7 @@ class Issuer:
         """Issue ``schedule`` from the next update on, and reserve its events. No update is in flight."""
         self.forget_prefetches()
         self.schedule = schedule
-        self._lane_of = {each.name: each.lane if each.lane.is_thread else Lane.CPU for each in schedule.actions}
+        self._thread_of = {action.name: self._threads[action.lane] for action in schedule.actions}
         on_streams = [action.name for action in schedule.actions if not action.lane.is_thread]
         # Two sets: the timeline of one update can be read while the next update records the other set.
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
@@ -173,11 +173,11 @@ class Issuer:
 
     def _submit(self, action: Action, events: ActionEvents, writes_before: Sequence[Future[None]]) -> Future[None]:
         """Let a thread run or issue ``action``; a read waits for the first ``writes_before``, of the update before."""
-        lane, after = self._lane_of[action.name], writes_before[: self._waits_for_writes.get(action.name, 0)]
+        thread, after = self._thread_of[action.name], writes_before[: self._waits_for_writes.get(action.name, 0)]
         # The earlier actions of the same thread have ended by then.
-        others = (name for name in action.waits if self._lane_of[name] is not lane and name in self.on_cpu)
+        others = (name for name in action.waits if self._thread_of[name] is not thread and name in self.on_cpu)
         after = [*after, *(self.on_cpu[name] for name in others)]
-        return self._threads[lane].submit(partial(self.on_thread, action, events, after))
+        return thread.submit(partial(self.on_thread, action, events, after))
 
     @property
     def has_issued_all(self) -> bool:

@@ -17,7 +17,7 @@ from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitP
 from perf_model.schedule.host_layout import Widths, aligned, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import STATES, Range, Unit, Workload
+from perf_model.schedule.workload import Range, Unit, Workload
 
 
 def widths_of(
@@ -161,9 +161,18 @@ class StateMemory:
         """Return the tensors in host memory whose pages the threads that update them should touch first."""
         if self._disk is None:
             return [tensors.adam_tensors for tensors in self.sub_groups]
-        on_host = [unit for unit in self.units if unit.disk is None]
-        states = [{**vars(part), "grad": self._slab_grad(part)} for unit in on_host for part in unit.parts]
-        return [AdamTensors(**{name: each[name] for name in (*STATES, "grad")}, param=None) for each in states]
+        return [
+            AdamTensors(
+                master=part.master,
+                exp_avg=part.exp_avg,
+                exp_avg_sq=part.exp_avg_sq,
+                grad=self._slab_grad(part),
+                param=None,
+            )
+            for unit in self.units
+            if unit.disk is None
+            for part in unit.parts
+        ]
 
     def close(self) -> None:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""

@@ -80,7 +80,6 @@ def _job(
         ranks_per_node = max(1, min(world_size or 1, MOST_RANKS_PER_NODE))
     if world_size is None:
         world_size = ranks_per_node * (1 if options.nodes is None else options.nodes)
-    ranks_on_node = max(1, min(ranks_per_node, world_size))
     return Job(
         shape=shape,
         world_size=world_size,
@@ -96,7 +95,6 @@ def _job(
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
         rules=rules,
         states=options.states,
-        disk=None if options.nvme is None else DiskRates(*(rate / ranks_on_node for rate in options.nvme)),
     )
 
 
@@ -112,9 +110,8 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
         rule = f"ranks_per_node: must be at most {profile.cores}, the number of cores of {profile.name}"
         raise ModelError(f"{rule}, found {job.ranks_on_node}.\nCorrect --ranks-per-node, the GPUs per host.")
     _check_rules(job, profile)
-    if job.disk is None and (rates := DiskRates.from_profile(profile)) is not None:
-        ratio = profile.provenance.ranks / job.ranks_on_node
-        job = replace(job, disk=DiskRates(*(ratio * rate for rate in rates)))
+    if (of_node := options.nvme or DiskRates.from_profile(profile)) is not None:
+        job = replace(job, disk=DiskRates(*(rate / job.ranks_on_node for rate in of_node)))
     for name in ("gpu_memory_gb", "gpu_memory_margin_gb", "eager_memory_gb", "offload_param"):
         value = getattr(options, name)
         if value is not None and value is not False and not profile.has_accelerator:

@@ -117,8 +117,9 @@ class DiskRates(NamedTuple):
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> DiskRates | None:
-        """Return the rates in ``profile``, None if it has none."""
-        rates = [rate for name in DISK_QUANTITIES if (rate := profile.get(name)) is not None]
+        """Return the rates in ``profile`` of all ranks of a node together, None if it has none."""
+        ranks = profile.provenance.ranks
+        rates = [ranks * rate for name in DISK_QUANTITIES if (rate := profile.get(name)) is not None]
         return cls(*rates) if len(rates) == len(DISK_QUANTITIES) else None
 
     @classmethod

@@ -290,6 +290,11 @@ def random_iterations(chance: random.Random, model: Model, count: int, *, moves:
     if moves:
         order = tuple(chance.sample(range(len(plans[0].placements)), len(plans[0].placements)))
         plans += [replace(plans[0], num_slots=number, order=order) for number in (1, 3)]
+    return iterations_of(chance, plans, count)
+
+
+def iterations_of(chance: random.Random, plans: Sequence[UpdatePlan], count: int) -> list[MovingIteration]:
+    """Return iterations with one of ``plans`` each, and with anything that may come between updates."""
     return [
         MovingIteration(
             plan=chance.choice(plans),

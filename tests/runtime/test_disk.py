@@ -32,7 +32,7 @@ from perf_model.schedule.host_layout import SIXTEEN_BIT, runs_on_disk
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
-from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, iterations_of, train_serially
 
 PARTITIONS = [
     Partition("layers.0.weight", 9000),
@@ -55,18 +55,7 @@ def random_plan(chance: random.Random) -> UpdatePlan:
 
 
 def iterations(chance: random.Random, count: int) -> list[MovingIteration]:
-    plans = [random_plan(chance) for _ in range(2)]
-    return [
-        MovingIteration(
-            plan=chance.choice(plans),
-            writes_states=chance.random() < 0.2,
-            prefetches=chance.random() < 0.7,
-            is_skipped=chance.random() < 0.1,
-            forward=[chance.randrange(12) for _ in range(chance.randint(0, 5))],
-            overlaps_flushes=chance.random() < 0.7,
-        )
-        for _ in range(count)
-    ]
+    return iterations_of(chance, [random_plan(chance) for _ in range(2)], count)
 
 
 @contextmanager
