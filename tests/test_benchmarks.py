@@ -76,6 +76,7 @@ def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path
         "scaling",
         "simulated_scaling",
         "slots",
+        "disk",
     ],
 )
 def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ BENCHMARKS = {
     "simulated_scaling": "How would the gain change on clusters of up to 512 GPUs? (SIMULATED)",
     "slots": "Would more staging slots hide more of the update, and when is memory free for them? (EMULATED)",
     "emulated": "How long do stock and ours take on EMULATED machines, and what does the model predict?",
+    "disk": "How long does an update with states on disk take, compared with stock's swapper? (EMULATED)",
     "reliability": "Do runs survive kills, malformed input and thousands of steps, and does a long search find a race?",
 }
 """The question that each benchmark answers."""

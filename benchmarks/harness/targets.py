@@ -92,6 +92,9 @@ EMULATED_COST, EMULATED_COST_SHARE = f"{EMULATED} {COST}", f"{EMULATED} {COST_SH
 MEMORY_BOUND_SPEEDUP = "speedup if memory-bound"
 """Stock's bytes of host memory per parameter divided by the variant's."""
 
+ON_DISK = "plugin, states on disk"
+UPDATE_PER_STOCK, UPDATE_PER_BYTES = (f"{EMULATED} update / {base}" for base in ("stock's", "seconds of its bytes"))
+
 BF16_SPEEDUP, MEMORY_SHARE = "update speedup over fp32 states", "share of the in-place bandwidth"
 
 BF16_KERNEL = Target(
@@ -123,6 +126,16 @@ EMULATED_COST_AT_MICRO_BATCH_8 = Target(
     on_gpu=False,
     at_most=0.1,
     where={"machine": EMULATED_H100, "micro_batch": 8},
+)
+
+UPDATE_ON_DISK = Target(
+    description="EMULATED SSD that reads and writes at once: the update at most half as long as with stock's swapper",
+    benchmark="disk",
+    variant=ON_DISK,
+    quantity=UPDATE_PER_STOCK,
+    on_gpu=False,
+    at_most=0.5,
+    where={"disk": f"{EMULATED} 6.5 / 5 GB/s, both at once"},
 )
 
 SAME_BITS = Target(
@@ -205,6 +218,14 @@ TARGETS = (
         on_gpu=False,
         at_least=2.0,
         where={"machine": EMULATED_H100, "micro_batch": 1, "states": None},
+    ),
+    UPDATE_ON_DISK,
+    replace(
+        UPDATE_ON_DISK,
+        description="EMULATED SSD: the update takes at most 1.2 times as long as the disk takes for its bytes",
+        quantity=UPDATE_PER_BYTES,
+        at_most=1.2,
+        where={},
     ),
     EMULATED_COST_AT_MICRO_BATCH_8,
     replace(

@@ -61,7 +61,8 @@ class StateFile:
             page[:] = bytes(mmap.PAGESIZE)
             self.write(memoryview(page), offset_bytes)
             if not (sees_mapping and mapped[:] == page[:]):
-                self._use_buffered_io()
+                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                self.is_direct = False
                 self.write(memoryview(page), offset_bytes)
 
     def read(self, memory: memoryview, offset_bytes: int) -> None:
@@ -85,10 +86,6 @@ class StateFile:
             if pages == 0:
                 raise self._error(where, OSError(errno.EIO, "not one page was transferred"))
             done += pages
-
-    def _use_buffered_io(self) -> None:
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        self.is_direct = False
 
     def _error(self, found: str, error: OSError) -> DiskError:
         free = ", which is gone"

@@ -9,7 +9,6 @@ they are copied to the slot and back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -28,26 +27,26 @@ from perf_model.schedule.workload import Workload
 
 
 class StatesInSlot:
-    """The states of one unit in one disk slot: ``parts``, one entry per range."""
+    """The states of one unit, ``runs``, in one disk slot: ``parts``, one entry per range."""
 
-    def __init__(self, states: StatesOnDisk, slot: HostSlab) -> None:
-        self._pages: dict[StateFile, list[tuple[memoryview, int]]] = {file: [] for file in states.files}
+    def __init__(self, runs: Sequence[DiskRun], disk: DiskStates, slot: HostSlab) -> None:
+        self._pages: dict[StateFile, list[tuple[memoryview, int]]] = {file: [] for file in disk.files}
         """Memory of the slot and the offset of its contents in the file, by file."""
-        self._readers, self._writers = states.readers, states.writers
+        self._disk = disk
         self._edges: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Bytes that are not in the file: their places in the slot and in the slab."""
         tensors: dict[int, dict[str, torch.Tensor]] = {}
         slot_bytes = 0
-        for run in states.runs:
+        for run in runs:
             # The slot holds whole pages, also those of which only a part belongs to the unit.
             to_slot = slot_bytes - run.begin_bytes // PAGE_BYTES * PAGE_BYTES
-            dtype = states.dtypes[run.name]
+            dtype = disk.dtypes[run.name]
             numel = (run.end_bytes - run.begin_bytes) // dtype.itemsize
             tensors.setdefault(run.part, {})[run.name] = slot.tensor(run.begin_bytes + to_slot, numel, dtype)
-            for file, offset_bytes, size_bytes in stripes(run, states.files):
+            for file, offset_bytes, size_bytes in stripes(run, disk.files):
                 self._pages[file].append((slot.bytes(offset_bytes + to_slot, size_bytes), offset_bytes))
             for begin, end in run.edges:
-                in_slab = states.slab.tensor(begin, end - begin, torch.uint8)
+                in_slab = disk.slab.tensor(begin, end - begin, torch.uint8)
                 self._edges.append((slot.tensor(begin + to_slot, end - begin, torch.uint8), in_slab))
             slot_bytes += run.slot_bytes
         self.parts = [UpdatedStates(**tensors[part]) for part in sorted(tensors)]
@@ -56,13 +55,13 @@ class StatesInSlot:
         """Read the states to the slot. Raise ``DiskError``."""
         for in_slot, in_slab in self._edges:
             in_slot.copy_(in_slab)
-        self._transfer(StateFile.read, self._readers)
+        self._transfer(StateFile.read, self._disk.readers)
 
     def write(self) -> None:
         """Write the states in the slot to the disk. Raise ``DiskError``."""
         for in_slot, in_slab in self._edges:
             in_slab.copy_(in_slot)
-        self._transfer(StateFile.write, self._writers)
+        self._transfer(StateFile.write, self._disk.writers)
 
     def _transfer(self, transfer: Callable[[StateFile, memoryview, int], None], threads: Sequence[Worker]) -> None:
         """Transfer the pages of all files at once, those of the first one on this thread."""
@@ -78,25 +77,17 @@ class StatesInSlot:
             future.result()
 
 
-@dataclass(eq=False)
 class StatesOnDisk:
-    """The states of one unit: ``runs`` of the slab whose whole pages are in ``files``."""
+    """The states of one unit: ``runs`` of the slab whose whole pages are in the files of ``disk``."""
 
-    runs: Sequence[DiskRun]
-    dtypes: Mapping[str, torch.dtype]
-    files: Sequence[StateFile]
-    readers: Sequence[Worker]
-    writers: Sequence[Worker]
-    slab: HostSlab
-    slots: Sequence[HostSlab]
-
-    def __post_init__(self) -> None:
+    def __init__(self, runs: Sequence[DiskRun], disk: DiskStates) -> None:
+        self.runs, self._disk = runs, disk
         self._in_slots: dict[int, StatesInSlot] = {}
 
     def in_slot(self, slot: int) -> StatesInSlot:
         """Return the states in disk slot ``slot``."""
         if slot not in self._in_slots:
-            self._in_slots[slot] = StatesInSlot(self, self.slots[slot])
+            self._in_slots[slot] = StatesInSlot(self.runs, self._disk, self._disk.slots[slot])
         return self._in_slots[slot]
 
 
@@ -116,9 +107,10 @@ class DiskStates:
         device: Device[Any],
         folders: Sequence[Path],
     ) -> None:
+        self.dtypes, self.slab = dtypes, slab
         self.files = [StateFile(folder, slab.size_bytes) for folder in folders]
         # The threads of the read and write lanes transfer the pages of the first file.
-        self._readers, self._writers = ([Worker(name="deep_opt_states-disk") for _ in folders[1:]] for _ in range(2))
+        self.readers, self.writers = ([Worker(name="deep_opt_states-disk") for _ in folders[1:]] for _ in range(2))
         by_unit = {unit: list(runs) for unit, runs in groupby(runs_on_disk(workload, widths), attrgetter("unit"))}
         placed = [stripe for runs in by_unit.values() for run in runs for stripe in stripes(run, self.files)]
         # All space is taken before anything is written.
@@ -129,16 +121,12 @@ class DiskStates:
             slab.map_file(file.fd, offset_bytes, size_bytes)
         _, each_bytes, count = widths.disk_bytes(workload)
         self.slots = [device.host_slab(each_bytes) for _ in range(count)]
-        self.units = {
-            workload.units[unit].ranges: StatesOnDisk(
-                runs, dtypes, self.files, self._readers, self._writers, slab, self.slots
-            )
-            for unit, runs in by_unit.items()
-        }
+        self.units = {workload.units[unit].ranges: StatesOnDisk(runs, self) for unit, runs in by_unit.items()}
 
     def close(self) -> None:
         """Close the files, whose space is free when no tensor over their pages is left."""
-        for thread in (*self._readers, *self._writers):
+        self.units.clear()
+        for thread in (*self.readers, *self.writers):
             thread.close()
         for file in self.files:
             file.close()

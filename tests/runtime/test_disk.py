@@ -207,11 +207,11 @@ def test_a_slab_with_states_on_disk_may_be_larger_than_the_memory(tmp_path: Path
     slab = HostSlab(machine.memory().total_bytes * 2)
     file = StateFile(tmp_path, 2**20)
     file.reserve(0, 2**20)
+    use_buffered_io(file)
     slab.map_file(file.fd, 0, 2**20)
     slab.tensor(0, 10, torch.uint8).fill_(7)
     page = bytearray(4096)
-    with file_buffered(file):
-        file.read(memoryview(page), 0)
+    file.read(memoryview(page), 0)
     assert page[:11] == bytes([7] * 10 + [0])
     assert slab.host_bytes == slab.size_bytes - 2**20
 
@@ -242,26 +242,25 @@ def test_a_short_transfer_goes_on_at_the_last_whole_page(tmp_path: Path) -> None
     def short(transfer: Callable[..., int]) -> Callable[..., int]:
         return lambda fd, buffers, offset: transfer(fd, [buffers[0][: min(len(buffers[0]), 4096 + 512)]], offset)
 
-    with file_buffered(file), mock.patch.multiple(os, preadv=short(preadv), pwritev=short(pwritev)):
+    use_buffered_io(file)
+    with mock.patch.multiple(os, preadv=short(preadv), pwritev=short(pwritev)):
         file.write(source, 0)
         target = memoryview(bytearray(2**16))
         file.read(target, 0)
     assert target == source
 
 
-@contextmanager
-def file_buffered(file: StateFile) -> Iterator[None]:
-    """Use buffered I/O, which takes memory at any address."""
-    file._use_buffered_io()
-    yield
+def use_buffered_io(file: StateFile) -> None:
+    """Let ``file`` use the page cache, which takes memory at any address."""
+    with mock.patch.object(StateFile, "read"):
+        file.check_coherence(0)
 
 
 def test_a_file_whose_mapping_differs_from_direct_io_uses_the_page_cache(tmp_path: Path) -> None:
     file = StateFile(tmp_path, 2**16)
     file.reserve(0, 2**16)
     assert file.is_direct
-    with mock.patch.object(StateFile, "read"):
-        file.check_coherence(4096)
+    use_buffered_io(file)
     assert not file.is_direct
 
 

@@ -1,6 +1,6 @@
 """Save, convert and load checkpoints with stock DeepSpeed and with the plugin, and answer with the problem of each job.
 
-The arguments are a folder, and the dtypes of masters and moments, a value of ``plan --states``.
+The arguments are a folder, and where the states are or what they are: "disk", or a value of ``plan --states``.
 
 The jobs are functions of this file. Each runs on its own forked ranks.
 """
@@ -39,7 +39,7 @@ from tests.fork_server import import_all
 from tests.launch import answer
 from tests.model.profiles import RATES, profile
 from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, Case, by_sub_group
-from tests.zero.parity.cases import OTHER_RULES, PLANNED_REST, RULES
+from tests.zero.parity.cases import ALL_ON_DISK, ON_DISK, OTHER_RULES, PLANNED_REST, RULES, SOME_ON_DISK
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, run_resumed, train
 from tests.zero.rank_group import Group
 
@@ -63,9 +63,13 @@ OF_BF16_MASTERS = (
     *("save, 1 rank", "save, 2 ranks", "convert", "resume"),
     *("universal, 1 to 2 ranks", "universal, 2 to 1 ranks"),
 )
-JOBS_WITH = {"bf16-masters": OF_BF16_MASTERS, "bf16": (*OF_BF16_MASTERS, "tags")}
-"""The jobs that depend on the dtypes of the states. A load with bf16 masters puts the moments in another dtype, with
-stock, too, so that ``tags`` would find other states than those that were saved."""
+JOBS_WITH = {
+    "bf16-masters": OF_BF16_MASTERS,
+    "bf16": (*OF_BF16_MASTERS, "tags"),
+    "disk": tuple(job for job in OF_BF16_MASTERS if job != "resume"),
+}
+"""The jobs that depend on the states. A load with bf16 masters puts the moments in another dtype, with stock, too, so
+that ``tags`` would find other states than those that were saved. Parity resumes with states on disk."""
 
 FIRST_TAG = f"global_step{CASE.steps}"
 
@@ -378,10 +382,14 @@ def universal_without_optimizer_states(folder: Path) -> None:
 def main(folder: Path, states: str) -> None:
     """Run the jobs stage by stage, the jobs of a stage concurrently, and answer with the problem of each job.
 
-    With bf16 states, only jobs that depend on the dtypes run.
+    With states on disk or in bf16, only jobs that depend on them run.
     """
-    global CASE
-    CASE = replace(CASE, states=states)
+    global CASE, MIXED
+    if states == "disk":
+        CASE = replace(ON_DISK, widths=(40, 150, 130, 90, 90, 60, 30), steps=3, clip=0.5, zero=CASE.zero)
+        VARIANTS["ours"], MIXED = ALL_ON_DISK, SOME_ON_DISK
+    else:
+        CASE = replace(CASE, states=states)
     import_all()
     one, two = folder / "1", folder / "2"
     for path in (one, two):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 JOBS = (
@@ -28,8 +27,13 @@ OF_BF16_MASTERS = (
     *("save, 1 rank", "save, 2 ranks", "convert", "resume"),
     *("universal, 1 to 2 ranks", "universal, 2 to 1 ranks"),
 )
-JOBS_WITH = {"fp32": JOBS, "bf16-masters": OF_BF16_MASTERS, "bf16": (*OF_BF16_MASTERS, "tags")}
-"""The jobs by the dtypes of the states."""
+JOBS_WITH = {
+    "fp32": JOBS,
+    "bf16-masters": OF_BF16_MASTERS,
+    "bf16": (*OF_BF16_MASTERS, "tags"),
+    "disk": tuple(job for job in OF_BF16_MASTERS if job != "resume"),
+}
+"""The jobs by the dtypes of the states, and those with states on disk."""
 
 PROGRAM = "tests.zero.checkpoints.checkpoint_jobs"
 
@@ -38,7 +42,7 @@ def ranks_with(states: str) -> ProgramRanks:
     return ProgramRanks(PROGRAM, timeout_s=400, arguments=lambda folder: [str(folder), states])
 
 
-SELECTIONS = {states: ranks_with(states) for states in WIDTHS_OF_STATES}
+SELECTIONS = {states: ranks_with(states) for states in JOBS_WITH}
 
 
 @pytest.mark.parametrize(

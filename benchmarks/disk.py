@@ -1,0 +1,100 @@
+"""How long does an update with states on disk take, compared with stock's swapper on the same disk? (EMULATED)
+
+Nothing is a measurement of a GPU or of a disk. Both arms have the same disk, which is emulated as is the rest of the
+machine (``benchmarks/emulated``). All states are on the disk, so the CPU updates all units. The seconds are those of
+the emulated machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.emulated import start_device
+from benchmarks.emulated.arms import NEVER_CLIPS, SHARED
+from benchmarks.emulated.run import SmallModel, load_average
+from benchmarks.emulated.scaled_run import ScaledRun
+from benchmarks.emulated.throttled_disk import ThrottledDisk
+from benchmarks.emulated.turns import Arm, Turns, train_in_turns
+from benchmarks.harness.charts import Bars
+from benchmarks.harness.rows import Row
+from benchmarks.harness.targets import ON_DISK, UPDATE_PER_BYTES, UPDATE_PER_STOCK
+from benchmarks.harness.variants import STOCK, Variant, ours
+from perf_model.prediction.cost import DiskRates
+from perf_model.schedule.cutting import DISK_UNIT_SIZE
+
+DISKS = {
+    "both at once": DiskRates(read=6.5e9, write=5e9, both=11.5e9),
+    "one after the other": DiskRates.one_after_the_other(6.5e9, 5e9),
+}
+"""SSDs of PCIe 4 that lose nothing if they read and write at once, and that gain nothing."""
+
+RUN = ScaledRun(machine="rtx4090", ranks=1, small=SmallModel(layers=8, width=512, sub_group_size=2_000_000))
+
+ITERATION, UPDATE = "EMULATED iteration", "EMULATED update"
+
+CHART = Bars(ITERATION, UPDATE)
+
+
+def measure(*, quick: bool) -> Iterator[Row]:
+    """Yield the seconds of an iteration and of an update of each arm, and those of the bytes that it moves."""
+    start_device()
+    run = replace(RUN, small=SmallModel(layers=2, sub_group_size=500_000)) if quick else RUN
+    turns = Turns(turns=1, iterations=1) if quick else Turns(turns=3, iterations=2)
+    for name in list(DISKS)[:1] if quick else DISKS:
+        yield from _measure_disk(run, turns, name)
+
+
+def _measure_disk(run: ScaledRun, turns: Turns, name: str) -> Iterator[Row]:
+    with TemporaryDirectory() as folder, run.planned_by_plugin() as passes, ExitStack() as disks:
+        per_s = 1 / (run.scale * run.slowdown)
+        rates = DiskRates(*(per_s * rate for rate in DISKS[name]))
+        of_stock, of_plugin = (ThrottledDisk(rates, lambda: passes.take_time) for _ in range(2))
+        disks.enter_context(of_stock.for_stock())
+        disks.enter_context(of_plugin.for_plugin())
+        loads = [load_average()]
+        in_memory, stock, plugin = train_in_turns(run, _variants(run, folder), passes, turns)
+        loads.append(load_average())
+    labels = {**run.labels, "disk": f"EMULATED 6.5 / 5 GB/s, {name}"}
+
+    def row(arm: Arm, quantity: str, samples: Sequence[float], unit: str = "s") -> Row:
+        samples = [sample / run.slowdown for sample in samples] if unit == "s" else samples
+        return Row(variant=arm.variant.name, quantity=quantity, unit=unit, samples=samples, setting=labels)
+
+    for arm, disk in ((stock, of_stock), (plugin, of_plugin)):
+        yield row(arm, ITERATION, arm.iteration_s)
+        yield row(arm, UPDATE, _updates_s(arm))
+        yield row(arm, "EMULATED seconds of the bytes of an update", [disk.bound_s])
+        for direction, size in disk.update_bytes.items():
+            yield row(arm, f"bytes per parameter, {direction}", [size / run.small.parameters], "B")
+        yield row(arm, "longest lag of this machine in an EMULATED iteration", arm.lag_s)
+        same = (arm.losses, arm.digest) == (in_memory.losses, in_memory.digest)
+        yield replace(row(arm, "EMULATED: bits of stock with states in host memory", ()), value=same, claimed=True)
+    for samples, of_stock_s, per_stock, per_bytes in (
+        (plugin.iteration_s, stock.iteration_s, f"{ITERATION} / stock's", f"{ITERATION} / seconds of its bytes"),
+        (_updates_s(plugin), stock.step_s, UPDATE_PER_STOCK, UPDATE_PER_BYTES),
+    ):
+        ratios = [ours_s / stock_s for ours_s, stock_s in zip(samples, of_stock_s, strict=False)]
+        yield row(plugin, per_stock, ratios, "times")
+        yield row(plugin, per_bytes, [sample_s / of_plugin.bound_s for sample_s in samples], "times")
+    yield row(plugin, "load of this machine", loads, "threads")
+
+
+def _updates_s(arm: Arm) -> list[float]:
+    """Return the seconds from ``step()`` to the last write. Stock's step is its update."""
+    return [update.update_s for update in arm.updates] or arm.step_s
+
+
+def _variants(run: ScaledRun, folder: str) -> list[Variant]:
+    # Stock needs five buffers: three states, the gradient, and one for gradients that are written.
+    offload: dict[str, Any] = {"device": "nvme", "nvme_path": folder, "buffer_count": 5}
+    block = {"placement": "cpu", "host_memory_gb": 0, "unit_size": round(DISK_UNIT_SIZE / run.scale), **SHARED}
+    arms = [
+        replace(STOCK, name="stock, states in host memory"),
+        replace(STOCK, name="stock, states on disk", offload=offload, exact=False),
+        replace(ours(ON_DISK, **block), offload=offload),
+    ]
+    return [replace(arm, zero=run.zero, clipping=NEVER_CLIPS) for arm in arms]
