@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.emulated import start_device
 from benchmarks.emulated.arms import NEVER_CLIPS, SHARED
 from benchmarks.emulated.run import SmallModel, load_average
 from benchmarks.emulated.scaled_run import ScaledRun
-from benchmarks.emulated.throttled_disk import ThrottledDisk
+from benchmarks.emulated.throttled_disk import ThrottledDisk, swapper_on
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
@@ -33,6 +34,9 @@ DISKS = {
 """SSDs of PCIe 4 that lose nothing if they read and write at once, and that gain nothing."""
 
 RUN = ScaledRun(machine="rtx4090", ranks=1, small=SmallModel(layers=8, width=512, sub_group_size=2_000_000))
+
+PIPELINED = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 10}
+"""Stock then reads the next sub-group and writes the last one meanwhile. Off by default."""
 
 ITERATION, UPDATE = "EMULATED iteration", "EMULATED update"
 
@@ -52,11 +56,14 @@ def _measure_disk(run: ScaledRun, turns: Turns, name: str) -> Iterator[Row]:
     with TemporaryDirectory() as folder, run.planned_by_plugin() as passes, ExitStack() as disks:
         per_s = 1 / (run.scale * run.slowdown)
         rates = DiskRates(*(per_s * rate for rate in DISKS[name]))
-        of_stock, of_plugin = (ThrottledDisk(rates, lambda: passes.take_time) for _ in range(2))
-        disks.enter_context(of_stock.for_stock())
+        in_memory, *on_disk = _variants(run, folder)
+        throttled = [ThrottledDisk(rates, lambda: passes.take_time) for _ in on_disk]
+        folders = [str(variant.offload["nvme_path"]) for variant in on_disk]
+        of_plugin = throttled[-1]
+        disks.enter_context(swapper_on(dict(zip(folders, throttled, strict=True))))
         disks.enter_context(of_plugin.for_plugin())
         loads = [load_average()]
-        in_memory, stock, plugin = train_in_turns(run, _variants(run, folder), passes, turns)
+        reference, *arms = train_in_turns(run, [in_memory, *on_disk], passes, turns)
         loads.append(load_average())
     labels = {**run.labels, "disk": f"EMULATED 6.5 / 5 GB/s, {name}"}
 
@@ -64,14 +71,15 @@ def _measure_disk(run: ScaledRun, turns: Turns, name: str) -> Iterator[Row]:
         samples = [sample / run.slowdown for sample in samples] if unit == "s" else samples
         return Row(variant=arm.variant.name, quantity=quantity, unit=unit, samples=samples, setting=labels)
 
-    for arm, disk in ((stock, of_stock), (plugin, of_plugin)):
+    stock, *_, plugin = arms
+    for arm, disk in zip(arms, throttled, strict=True):
         yield row(arm, ITERATION, arm.iteration_s)
         yield row(arm, UPDATE, _updates_s(arm))
         yield row(arm, "EMULATED seconds of the bytes of an update", [disk.bound_s])
         for direction, size in disk.update_bytes.items():
             yield row(arm, f"bytes per parameter, {direction}", [size / run.small.parameters], "B")
         yield row(arm, "longest lag of this machine in an EMULATED iteration", arm.lag_s)
-        same = (arm.losses, arm.digest) == (in_memory.losses, in_memory.digest)
+        same = (arm.losses, arm.digest) == (reference.losses, reference.digest)
         yield replace(row(arm, "EMULATED: bits of stock with states in host memory", ()), value=same, claimed=True)
     for samples, of_stock_s, per_stock, per_bytes in (
         (plugin.iteration_s, stock.iteration_s, f"{ITERATION} / stock's", f"{ITERATION} / seconds of its bytes"),
@@ -89,12 +97,16 @@ def _updates_s(arm: Arm) -> list[float]:
 
 
 def _variants(run: ScaledRun, folder: str) -> list[Variant]:
-    # Stock needs five buffers: three states, the gradient, and one for gradients that are written.
-    offload: dict[str, Any] = {"device": "nvme", "nvme_path": folder, "buffer_count": 5}
+    def on_disk(name: str, **keys: Any) -> dict[str, Any]:
+        (path := Path(folder) / name).mkdir()
+        # Stock needs five buffers: three states, the gradient, and one for gradients that are written.
+        return {"device": "nvme", "nvme_path": str(path), "buffer_count": 5, **keys}
+
     block = {"placement": "cpu", "host_memory_gb": 0, "unit_size": round(DISK_UNIT_SIZE / run.scale), **SHARED}
     arms = [
         replace(STOCK, name="stock, states in host memory"),
-        replace(STOCK, name="stock, states on disk", offload=offload, exact=False),
-        replace(ours(ON_DISK, **block), offload=offload),
+        replace(STOCK, name="stock, states on disk", offload=on_disk("stock"), exact=False),
+        replace(STOCK, name="stock, pipelined", offload=on_disk("pipelined", **PIPELINED), exact=False),
+        replace(ours(ON_DISK, **block), offload=on_disk("plugin")),
     ]
     return [replace(arm, zero=run.zero, clipping=NEVER_CLIPS) for arm in arms]

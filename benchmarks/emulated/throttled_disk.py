@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,8 +27,6 @@ from perf_model.prediction.cost import DiskRates
 
 BLOCK_BYTES = 4096
 """The smallest tensor that stock swaps on the emulated machine."""
-
-AIO = {"block_size": BLOCK_BYTES}
 
 
 class ThrottledDisk:
@@ -89,28 +87,30 @@ class ThrottledDisk:
             patches.enter_context(mock.patch.object(disk, "measure_disks", return_value=self.rates))
             yield
 
-    @contextmanager
-    def for_stock(self) -> Iterator[None]:
-        """Let stock's swapper read and write through the disk inside this context."""
-        operator = SimpleNamespace(aio_handle=lambda **_: AioHandle(self))
-        with (
-            mock.patch.object(AsyncIOBuilder, "load", return_value=operator),
-            mock.patch.object(optimizer_utils, "MIN_AIO_BYTES", BLOCK_BYTES),
-        ):
-            yield
+
+@contextmanager
+def swapper_on(disks: Mapping[str, ThrottledDisk]) -> Iterator[None]:
+    """Let stock's swapper read and write through ``disks``, by folder, inside this context."""
+    buffers: list[torch.Tensor] = []
+    operator = SimpleNamespace(aio_handle=lambda **_: AioHandle(disks, buffers))
+    with (
+        mock.patch.object(AsyncIOBuilder, "load", return_value=operator),
+        mock.patch.object(optimizer_utils, "MIN_AIO_BYTES", BLOCK_BYTES),
+    ):
+        yield
 
 
 class AioHandle:
-    """The methods of DeepSpeed's ``aio_handle`` that its swapper of optimizer states calls, on ``disk``.
+    """The methods of DeepSpeed's ``aio_handle`` that its swappers of optimizer states call, on ``disks`` by folder.
 
-    As with ``intra_op_parallelism`` of 1, DeepSpeed's default, one thread does all transfers in their order.
+    As with ``intra_op_parallelism`` of 1, DeepSpeed's default, one thread does all transfers in their order. All
+    handles know all ``buffers``: those of a pipelined swapper come from its handle for writes.
     """
 
-    def __init__(self, disk: ThrottledDisk) -> None:
-        self._disk = disk
+    def __init__(self, disks: Mapping[str, ThrottledDisk], buffers: list[torch.Tensor]) -> None:
+        self._disks, self._buffers = disks, buffers
         self._thread = ThreadPoolExecutor(1)
         self._pending: list[Future[None]] = []
-        self._buffers: list[torch.Tensor] = []
 
     def new_cpu_locked_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return a buffer for transfers. DeepSpeed's is locked in memory, but pageable for CUDA, as this one is."""
@@ -140,8 +140,10 @@ class AioHandle:
     def _submit(self, direction: str, path: str, tensor: torch.Tensor, transfer: Callable[[memoryview], Any]) -> int:
         memory = memoryview(tensor.view(torch.uint8).numpy().data)
 
+        (disk,) = (disk for folder, disk in self._disks.items() if path.startswith(folder))
+
         def run() -> None:
-            with self._disk.transfer(direction, path, len(memory)):
+            with disk.transfer(direction, path, len(memory)):
                 transfer(memory)
 
         self._pending.append(self._thread.submit(run))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.files import replace_file
-from deep_opt_states.profiler.disk import measure_quantities, uses_page_cache
+from deep_opt_states.profiler.disk import doubts, measure_quantities
 from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
 from deep_opt_states.profiler.ranks import collective_groups, launched_ranks
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if is_rank_0:
         _print(profile, num_ranks)
-        for folder in filter(uses_page_cache, options.nvme):
-            print(f"{folder}: no direct I/O (O_DIRECT), so that memory, and not a disk, may have answered")
+        for doubt in doubts(options.nvme):
+            print(doubt)
         print(f"Written: {output}")
     return 0
 

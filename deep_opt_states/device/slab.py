@@ -105,13 +105,16 @@ class HostSlab:
     def map_file(self, fd: int, offset_bytes: int, size_bytes: int) -> None:
         """Replace whole pages by the same pages of the file ``fd``.
 
-        They are not locked, and their contents are shared with the file. Raise ``OSError`` on failure.
+        They are not locked, and their contents are shared with the file. Raise ``HostMemoryError``.
         """
         assert self._memory is not None
         address, flags = self._address + offset_bytes, mmap.MAP_SHARED | _MAP_FIXED
         found = _libc.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset_bytes)
         if found != address:
-            raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}: a file could not be mapped")
+            raise HostMemoryError(
+                f"States on disk must be mapped into memory part by part, found {size_bytes} bytes refused: "
+                f"{os.strerror(ctypes.get_errno())}.\nRaise the limit of parts (sysctl vm.max_map_count=1000000)."
+            )
         self._memory.madvise(mmap.MADV_DONTFORK, offset_bytes, size_bytes)
         self._mapped.append((offset_bytes, offset_bytes + size_bytes))
 
@@ -136,6 +139,11 @@ class HostSlab:
                 f"A rank's host memory must be page-locked, so that transfers overlap; found "
                 f"{self.size_bytes / 1e9:.3g} GB refused: {error}.\n{LOCK_REMEDY}"
             ) from error
+
+    def unlock(self) -> None:
+        """Undo ``lock``, after copies in flight have ended."""
+        if self._memory is not None:
+            self._memory.unregister()
 
     def close(self) -> None:
         """Unregister the memory. The pages return to the system once no tensor over them is left."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deep_opt_states.device.state_file import StateFile
+from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import DISK_QUANTITIES, Measurement
@@ -33,9 +35,18 @@ def measure_quantities(ranks: Ranks, folders: Sequence[Path]) -> dict[str, Measu
     return {name: Measurement(samples=of_one) for name, of_one in by_quantity}
 
 
-def uses_page_cache(folder: Path) -> bool:
-    """Return whether ``folder`` has no direct I/O, so that memory may answer instead of a disk. Raise ``DiskError``."""
-    return not StateFile(folder, BLOCK_BYTES).is_direct
+def doubts(folders: Sequence[Path]) -> list[str]:
+    """Return in which of ``folders`` memory, and not a disk, may answer. Raise ``DiskError``."""
+    found = []
+    for folder in folders:
+        file, kind = StateFile(folder, mmap.PAGESIZE), machine.file_system(folder)
+        file.reserve(0, mmap.PAGESIZE)
+        file.check_coherence(0)
+        if kind in ("tmpfs", "ramfs", "overlay"):
+            found.append(f"{folder} is on {kind}: memory or a container's layer may answer, and no disk")
+        elif not file.is_direct:
+            found.append(f"{folder} has no direct I/O (O_DIRECT) that agrees with the page cache: that is used")
+    return found
 
 
 def measure_disks(folders: Sequence[Path]) -> DiskRates:
@@ -56,6 +67,8 @@ class _Disk:
         self._file = StateFile(folder, 2 * NUM_BLOCKS * BLOCK_BYTES)
         self._file.reserve(0, 2 * NUM_BLOCKS * BLOCK_BYTES)
         self._source, self._target = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
+        # A file system that compresses would store nothing of zeros.
+        self._source[:] = os.urandom(BLOCK_BYTES)
         for block in range(NUM_BLOCKS):
             self._file.write(self._source, block * BLOCK_BYTES)
 

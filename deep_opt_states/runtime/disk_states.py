@@ -9,6 +9,7 @@ they are copied to the slot and back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -72,7 +73,11 @@ class StatesInSlot:
 
         first, *others = self._pages
         running = [thread.submit(partial(of_one_file, file)) for thread, file in zip(threads, others, strict=True)]
-        of_one_file(first)
+        try:
+            of_one_file(first)
+        finally:
+            # Also after a failure nothing may be in flight when this returns.
+            wait(running)
         for future in running:
             future.result()
 

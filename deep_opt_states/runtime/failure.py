@@ -39,12 +39,8 @@ class Stop:
 
     def __init__(self) -> None:
         self._is_set = threading.Event()
-        self._cause: BaseException | None = None
-
-    @property
-    def cause(self) -> BaseException | None:
-        """Return the failure of a thread that has stopped the update; a write of the last update may also do so."""
-        return self._cause
+        self.cause: BaseException | None = None
+        """The failure of a thread that has stopped the update; a write of the last update may also do so."""
 
     def is_set(self) -> bool:
         """Return whether the update has failed."""
@@ -52,15 +48,15 @@ class Stop:
 
     def set(self, cause: BaseException | None = None) -> None:
         """Stop the update, because of the failure ``cause`` of a thread. The first one counts."""
-        self._cause = self._cause or cause
+        self.cause = self.cause or cause
         self._is_set.set()
 
     def raise_cause(self) -> None:
         """Raise the failure of a thread, if there was one."""
-        if self._cause is not None:
-            raise self._cause
+        if self.cause is not None:
+            raise self.cause
 
     def clear(self) -> None:
         """Allow updates again."""
-        self._cause = None
+        self.cause = None
         self._is_set.clear()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,11 @@ class StateMemory:
         self._params_on_host = params_on_host and not device.shares_host_memory
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
         self._slab_tensors = list(slab_tensors(workload, widths))
-        self._disk = None
+        self.disk: DiskStates | None = None
+        """The states on disk, if there are any."""
         if workload.on_disk_numel:
             # First: tensors over pages that were replaced later would be the same.
-            self._disk = DiskStates(workload, widths, dtypes.by_name, self._slab, device, disk_folders)
+            self.disk = DiskStates(workload, widths, dtypes.by_name, self._slab, device, disk_folders)
         self.sub_groups = self._lay_out()
         self.units: list[UnitState] = []
         self._packing: Packing | None = None
@@ -142,37 +144,35 @@ class StateMemory:
     def lock(self) -> None:
         """Lock the slab's pages, which the threads that use them have touched. Raise ``HostMemoryError`` if refused."""
         self._slab.lock()
-        for slot in self._disk.slots if self._disk else ():
+        for slot in self.disk.slots if self.disk else ():
             slot.lock()
 
-    @property
-    def is_partly_on_disk(self) -> bool:
-        """Return whether the states of a unit are on disk."""
-        return self._disk is not None
+    @contextmanager
+    def pageable_states(self) -> Iterator[None]:
+        """Unlock the states inside this context if some are on disk: stock's load copies whole tensors to the GPU.
 
-    @property
-    def cached_folders(self) -> list[Path]:
-        """Return the folders on disk that are read and written through the page cache."""
-        files = [] if self._disk is None else self._disk.files
-        return [file.folder for file in files if not file.is_direct]
+        A copy engine accepts no memory of which only a part is page-locked.
+        """
+        if self.disk is not None:
+            self._slab.unlock()
+        try:
+            yield
+        finally:
+            if self.disk is not None:
+                self._slab.lock()
 
     @property
     def untouched(self) -> list[AdamTensors]:
         """Return the tensors in host memory whose pages the threads that update them should touch first."""
-        if self._disk is None:
+        if self.disk is None:
             return [tensors.adam_tensors for tensors in self.sub_groups]
-        return [
-            AdamTensors(
-                master=part.master,
-                exp_avg=part.exp_avg,
-                exp_avg_sq=part.exp_avg_sq,
-                grad=self._slab_grad(part),
-                param=None,
-            )
-            for unit in self.units
-            if unit.disk is None
-            for part in unit.parts
-        ]
+        found = []
+        for number, unit in enumerate(self.units):
+            in_slot = unit.disk.in_slot(number % len(self.disk.slots)).parts if unit.disk is not None else None
+            for index, part in enumerate(unit.parts):
+                tensors = self.sub_groups[part.sub_group].adam_tensors.narrow(part.elements)
+                found.append(tensors if in_slot is None else replace(tensors, **in_slot[index]._asdict()))
+        return found
 
     def close(self) -> None:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
@@ -180,8 +180,8 @@ class StateMemory:
         self.sub_groups = []
         self._shadows = {}
         self._packing = None
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
         self._slab.close()
 
     def _lay_out(self) -> list[SubGroupTensors]:
@@ -196,7 +196,7 @@ class StateMemory:
     def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
         packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
         parts = [self._part(*placed, packing) for placed in zip(unit.ranges, unit.offsets, strict=True)]
-        disk = self._disk.units[unit.ranges] if self._disk is not None and unit.is_on_disk else None
+        disk = self.disk.units[unit.ranges] if self.disk is not None and unit.is_on_disk else None
         state = UnitState(placement=placement, parts=parts, packing=packing, disk=disk)
         if not state.is_on_accelerator:
             return state

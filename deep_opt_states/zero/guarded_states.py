@@ -83,7 +83,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
 
         A copy engine accepts no memory of which only a part is.
         """
-        return states.detach().clone().cpu() if self._running.memory.is_partly_on_disk else states
+        return states.detach().clone().cpu() if self._running.memory.disk is not None else states
 
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:
         """Offload the states in ``include``, except ``lp_grads``: gradients stay where they are needed."""
@@ -175,12 +175,14 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         self._empty_param_groups()
-        super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
+        with self._running.memory.pageable_states():
+            super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
         if load_optimizer_states:
             self._adopt_loaded_states()
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+        with self._running.memory.pageable_states():
+            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
         self._adopt_loaded_states()
 
     def _empty_param_groups(self) -> None:

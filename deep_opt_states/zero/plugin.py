@@ -24,7 +24,7 @@ from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
-from deep_opt_states.zero.start.disk import with_nvme_path
+from deep_opt_states.zero.start.disk import check_folders, with_nvme_path
 from deep_opt_states.zero.start.refusals import (
     refuse_config,
     refuse_later_methods,
@@ -125,6 +125,7 @@ def _check_engine(engine: Any, model: Any) -> None:
         # Early, because DeepSpeed compiles its kernels next. ``assemble`` checks the trained names again.
         trained = [name for name, param in model.named_parameters() if param.requires_grad]
         refuse_rules_without_effect(config, model, trained)
+    check_folders(config)
     warn_of_untested_release()
 
 

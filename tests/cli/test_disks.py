@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from deep_opt_states.profiler import disk
-from deep_opt_states.profiler.disk import measure_disks, measure_quantities, uses_page_cache
+from deep_opt_states.profiler.disk import doubts, measure_disks, measure_quantities
 from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.ranks import Ranks
 from perf_model.__main__ import main
@@ -84,8 +84,9 @@ def test_disks_are_measured_with_the_blocks_and_the_io_of_training(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_direct_io_is_named(tmp_path: Path) -> None:
-    assert not uses_page_cache(tmp_path)
+def test_a_folder_without_direct_io_or_without_a_disk_is_named(tmp_path: Path) -> None:
+    assert doubts([tmp_path]) == []
+    assert "/dev/shm is on tmpfs: memory" in doubts([Path("/dev/shm")])[0]
     original = os.open
 
     def refuse(path: object, flags: int, *args: object, **kwargs: object) -> int:
@@ -95,4 +96,4 @@ def test_a_folder_without_direct_io_is_named(tmp_path: Path) -> None:
         return descriptor
 
     with mock.patch.object(os, "open", refuse):
-        assert uses_page_cache(tmp_path)
+        assert "has no direct I/O" in doubts([tmp_path])[0]

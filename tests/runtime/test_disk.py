@@ -183,7 +183,7 @@ def test_the_next_update_fails_because_of_a_write_that_failed_in_flight(tmp_path
     training = MovingTraining(MODEL, plan, HostDevice(), [tmp_path])
     iteration = MovingIteration(plan=plan, prefetches=True, overlaps_flushes=True)
     list(training.run(0, iteration))
-    write, disk = StateFile.write, training.memory._disk
+    write, disk = StateFile.write, training.memory.disk
     assert disk is not None
     *_, last = (run for unit in disk.units.values() for run in unit.runs if run.size_bytes)
 

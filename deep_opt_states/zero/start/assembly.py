@@ -189,10 +189,6 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         disk_folders=disk_folders,
     )
     resources.callback(memory.close)
-    for folder in memory.cached_folders:
-        log_rank_0(
-            f"{folder} has no direct I/O that agrees with its page cache: states are read and written through it"
-        )
     memory.set_plan(plan)
     gradients = Gradients(context.optimizer, context.gradient_buffers(plan, memory.units), context.staging(plan))
     # Closed before ``memory``, which copies may be writing to.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from itertools import chain
@@ -11,16 +12,16 @@ from typing import Any
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.config import Config, ConfigError
-from deep_opt_states.device.state_file import check_free_space
+from deep_opt_states.device.state_file import DiskError, check_free_space
 from deep_opt_states.host import machine
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.profiler.disk import measure_disks
+from deep_opt_states.profiler.disk import doubts, measure_disks
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
 from perf_model.prediction.cost import CostModel, DiskRates
-from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.host_layout import PAGE_BYTES, Widths
 from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB, size
@@ -32,13 +33,10 @@ HOST_MARGIN = 0.1
 def with_nvme_path(config: Config, offload: Any) -> Config:
     """Return ``config`` with all folders in ``nvme_paths``, none if ``offload``, DeepSpeed's block, is not on NVMe.
 
-    Raise ``ConfigError`` for keys that belong to NVMe, and for a folder that this user cannot write to.
+    Raise ``ConfigError`` for keys that belong to NVMe.
     """
     if offload.device == OffloadDeviceEnum.nvme:
-        paths = [str(offload.nvme_path), *(config.nvme_paths or [])]
-        for path in paths:
-            _check_folder(Path(path))
-        return config.model_copy(update={"nvme_paths": paths})
+        return config.model_copy(update={"nvme_paths": [str(offload.nvme_path), *(config.nvme_paths or [])]})
     for key in ("nvme_paths", "host_memory_gb"):
         if (value := getattr(config, key)) is not None:
             raise ConfigError(
@@ -48,13 +46,16 @@ def with_nvme_path(config: Config, offload: Any) -> Config:
     return config
 
 
-def _check_folder(folder: Path) -> None:
-    rule, remedy = "nvme_path", 'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
-    if not folder.is_dir():
-        raise ConfigError(f"{rule}: must be a folder, found none at {folder}.\nCreate it. Or: {remedy}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        found = f"{folder} of user {folder.stat().st_uid}"
-        raise ConfigError(f"{rule}: must be writable by this user, {os.getuid()}, found {found}.\n{remedy}")
+def check_folders(config: Config) -> None:
+    """Raise ``ConfigError`` for a folder of ``nvme_paths`` that does not exist or that this user cannot write to."""
+    remedy = 'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
+    for number, folder in enumerate(map(Path, config.nvme_paths or [])):
+        rule = "nvme_path" if number == 0 else f"{CONFIG_KEY}.nvme_paths"
+        if not folder.is_dir():
+            raise ConfigError(f"{rule}: must be a folder, found none at {folder}.\nCreate it. Or: {remedy}")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            found = f"{folder} of user {folder.stat().st_uid}"
+            raise ConfigError(f"{rule}: must be writable by this user, {os.getuid()}, found {found}.\n{remedy}")
 
 
 def choose_states_on_disk(
@@ -73,6 +74,11 @@ def choose_states_on_disk(
     host_bytes = max(0, min(Ranks().gather(free_bytes)))
     placed = place_on_disk(sub_groups, widths, host_bytes, config.rules.placement_of, config.disk_unit_size)
     numel = sum(partition.numel for partition in chain.from_iterable(placed) if partition.is_on_disk)
+    if mmap.PAGESIZE != PAGE_BYTES:
+        raise DiskError(
+            f"States on disk are in pages of {PAGE_BYTES} bytes, found {mmap.PAGESIZE} on this machine.\n"
+            'Set "offload_optimizer": {"device": "cpu"}.'
+        )
     folders = [Path(path) for path in config.nvme_paths]
     each_bytes = -(-numel * widths.states // len(folders))
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
@@ -89,6 +95,8 @@ def with_disks(config: Config, cost: CostModel, workload: Workload, widths: Widt
     if not workload.on_disk_numel:
         return cost
     folders = [Path(path) for path in config.nvme_paths or []]
+    for doubt in raise_together(lambda: doubts(folders)):
+        log_rank_0(doubt)
     measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
     log_rank_0(

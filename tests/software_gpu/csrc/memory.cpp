@@ -355,6 +355,10 @@ HostMemory PinnedMemory::kind(const void* pointer, size_t size) const {
     return address + size <= range->first + size_of(range->second);
   };
   if (inside(registered_, [](size_t bytes) { return bytes; })) return HostMemory::REGISTERED;
+  // As CUDA does, refuse memory of which only a part is registered.
+  for (auto& [begin, bytes] : registered_)
+    if (address < begin + bytes && begin < address + size)
+      throw std::runtime_error("invalid argument: a copy leaves page-locked memory");
   if (inside(blocks_, [](const Block& block) { return block.allocated ? block.size : 0; })) return HostMemory::PINNED;
   return HostMemory::PAGEABLE;
 }

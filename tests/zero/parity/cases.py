@@ -481,7 +481,7 @@ CASES = (
     replace(
         ON_DISK,
         name="2 ranks, states on disk",
-        blocks=(ALL_ON_DISK, SOME_ON_DISK),
+        blocks=({**ALL_ON_DISK, "nvme_paths": [tempfile.gettempdir()]}, SOME_ON_DISK),
         world_size=2,
         reload=(2, 5),
         clip=0.5,
