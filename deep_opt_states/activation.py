@@ -33,7 +33,7 @@ def activate() -> None:
 
         register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
-        register_post_import_hook(_hook_loader, "torch.utils.cpp_extension")
+        register_post_import_hook("deep_opt_states.waiting:watch_loader", "torch.utils.cpp_extension")
         _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
         # No warnings.warn: where warnings are errors, it would break `import torch`.
@@ -101,22 +101,6 @@ def _hook_config(module: Any) -> None:
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release without the method must not train with stock unnoticed.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
-
-
-def _hook_loader(module: Any) -> None:
-    def load(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        # DeepSpeed loads some operations before it knows a config, so that the block cannot decide.
-        if "deepspeed" not in sys.modules:
-            return wrapped(*args, **kwargs)
-        from deep_opt_states.waiting import loading_extension
-
-        with loading_extension(module, args[0] if args else kwargs.get("name", ""), kwargs):
-            return wrapped(*args, **kwargs)
-
-    if hasattr(module, "load"):
-        from wrapt import wrap_function_wrapper
-
-        wrap_function_wrapper(module, "load", load)
 
 
 def _plugin_for(ds_config: Any) -> Any:

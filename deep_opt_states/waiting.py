@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from wrapt import wrap_function_wrapper
 
 from deep_opt_states import log
 
@@ -55,14 +56,23 @@ def _watch(what: str, explain: Callable[[], str | None], has_ended: Callable[[fl
         log.info_this_rank(f"{what}: done after {time.monotonic() - began_s:.0f} s")
 
 
-def loading_extension(loader: Any, name: str, options: dict[str, Any]) -> AbstractContextManager[None]:
-    """Log the state of the lock while ``loader``, PyTorch's module ``cpp_extension``, takes long to load ``name``."""
+def watch_loader(loader: Any) -> None:
+    """Make ``load`` of ``loader``, PyTorch's module ``cpp_extension``, log the state of its lock when it takes long."""
 
-    def explain() -> str | None:
-        folder = options.get("build_directory") or loader._get_build_directory(name, False)
-        return _explain_lock(Path(folder) / "lock")
+    def load(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        # DeepSpeed loads some extensions before it knows a config: the block cannot decide.
+        if "deepspeed" not in sys.modules:
+            return wrapped(*args, **kwargs)
+        name = args[0] if args else kwargs.get("name", "")
 
-    return waiting(f"compiling or loading the extension {name}", explain)
+        def explain() -> str | None:
+            folder = kwargs.get("build_directory") or loader._get_build_directory(name, False)
+            return _explain_lock(Path(folder) / "lock")
+
+        with waiting(f"compiling or loading the extension {name}", explain):
+            return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(loader, "load", load)
 
 
 def _explain_lock(lock: Path) -> str | None:

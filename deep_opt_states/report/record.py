@@ -23,7 +23,7 @@ UPDATE = "update"
 EXPOSED = "exposed"
 
 LEAST_COMPARED_S = 1e-3
-"""The least measured seconds of which a prediction has an error."""
+"""The least seconds, predicted and measured, whose error is stated."""
 
 LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
 """The lanes that only copy. The compute lane also copies to the host if DeepSpeed offloads parameters."""
@@ -163,9 +163,10 @@ class ComparisonRow:
     def error(self) -> float | None:
         """Return the error relative to the measured seconds, positive if the prediction was too high.
 
-        Below a millisecond there is none: it would be large whatever the prediction is.
+        It is None below a millisecond, where it would be large but without effect.
         """
-        return self.predicted_s / self.measured_s - 1 if self.measured_s >= LEAST_COMPARED_S else None
+        is_long = min(self.predicted_s, self.measured_s) >= LEAST_COMPARED_S
+        return self.predicted_s / self.measured_s - 1 if is_long else None
 
     @property
     def shown_error(self) -> str:
