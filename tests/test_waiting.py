@@ -159,7 +159,7 @@ def test_the_first_rank_that_has_come_names_the_others(
 
 @pytest.mark.promise("P6")
 def test_a_missing_rank_is_named_with_the_step_that_waits_for_it(tmp_path: Path) -> None:
-    first, second = run_ranks(2, ["-m", "tests.late_ranks", str(tmp_path / "marker")], timeout_s=120)
+    first, second = run_ranks(2, ["-m", "tests.late_ranks", str(tmp_path / "marker")], timeout_s=120, fresh=True)
     assert first.returncode == second.returncode == 0, first.output[-4000:] + second.output[-4000:]
     (warnings,) = first.answers()
     assert warnings[0].startswith("waiting for other ranks: 0 s so far. Missing in gather (node_share.py:")
