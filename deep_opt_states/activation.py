@@ -6,12 +6,12 @@ imported once an engine's config contains our block.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import suppress
 from typing import Any
 
+from deep_opt_states import log
 from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
 
 _is_active: bool | None = None
@@ -20,9 +20,6 @@ _is_active: bool | None = None
 _warned_of: set[tuple[str, str]] = set()
 _models: list[Any] = []
 """The models of the engines that are being constructed, the last one innermost."""
-
-# No warnings.warn here: where warnings are errors, it would break `import torch`.
-_log = logging.getLogger("deep_opt_states")
 
 
 def activate() -> None:
@@ -36,9 +33,11 @@ def activate() -> None:
 
         register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
+        register_post_import_hook("deep_opt_states.waiting:watch_loader", "torch.utils.cpp_extension")
         _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
-        _log.warning("deep_opt_states cannot be activated: %s: %s", type(error).__name__, error)
+        # No warnings.warn: where warnings are errors, it would break `import torch`.
+        log.warn(f"the plugin cannot be activated: {type(error).__name__}: {error}")
 
 
 def is_active() -> bool:
@@ -159,10 +158,8 @@ def _warn_of_misspelled(path: tuple[object, ...], block: object) -> None:
     if (dotted, repr(block)) in _warned_of:
         return
     _warned_of.add((dotted, repr(block)))
-    from deep_opt_states.zero.internals.log import log_rank_0
-
     place = " at the top level" if len(path) > 1 else ""
-    log_rank_0(
+    log.warn(
         f'the key "{dotted}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"{place}? '
         f"Until that is changed, stock DeepSpeed trains."
     )
@@ -173,13 +170,9 @@ def _wrap(module: Any, owner: str, method: str, wrapper: Any) -> bool:
     from wrapt import wrap_function_wrapper
 
     if not (hasattr(module, owner) and hasattr(getattr(module, owner), method)):
-        _log.warning(
-            "deep_opt_states does not support this version of DeepSpeed: %s has no %s.%s. Do not use the block %r; "
-            "`deep-opt-states doctor` shows which versions are supported.",
-            module.__name__,
-            owner,
-            method,
-            CONFIG_KEY,
+        log.warn(
+            f"the plugin does not support this version of DeepSpeed: {module.__name__} has no {owner}.{method}. Do not "
+            f"use the block {CONFIG_KEY!r}; `deep-opt-states doctor` shows which versions are supported."
         )
         return False
     wrap_function_wrapper(module, f"{owner}.{method}", wrapper)

@@ -144,9 +144,13 @@ class Config(BaseModel):
     same. `"planned"` lets the planner choose these units, within half of the host memory that is free. `true` takes all
     units that the CPU updates. No effect with `"overlap_backward": false`."""
 
+    log_every: int = Field(default=100, ge=1)
+    """The number of steps from one line of the log to the next: see [Monitoring](monitoring.md#the-log). DeepSpeed's
+    `steps_per_print` sets only DeepSpeed's own lines."""
+
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
-    is written. How often the log shows a line is set by `steps_per_print` of the DeepSpeed config."""
+    is written."""
 
     @field_validator("placement", mode="before")
     @classmethod

@@ -6,7 +6,6 @@ Each package is imported by the check that needs it, so that a missing one is a 
 from __future__ import annotations
 
 import importlib
-import os
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from deep_opt_states.host import machine
 from deep_opt_states.names import CONFIG_KEY, SWITCH
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested, is_too_old
 from perf_model.prediction.memory import DEFAULT_SETUP, shadow_bytes
-from perf_model.units import billions, gigabytes, size
+from perf_model.units import billions, counted, gigabytes, size
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """PyTorch's switch for all entry points of the group ``torch.backends``."""
@@ -176,7 +175,7 @@ def _accelerator() -> tuple[str, int, list[tuple[str, int]]]:
 
 def check_accelerator(name: str, count: int, gpus: Sequence[tuple[str, int]], chosen: str | None) -> Finding:
     """Check that the accelerator is supported. ``chosen`` is DS_ACCELERATOR: a CPU that was chosen is no warning."""
-    text = f"{name}, {count} device{'' if count == 1 else 's'}"
+    text = f"{name}, {counted(count, 'device')}"
     text += "".join(f", {gpu} ({gigabytes(memory_bytes)})" for gpu, memory_bytes in gpus)
     if name not in ("cuda", "cpu"):
         remedy = f'Train on a CUDA GPU, or with stock DeepSpeed: "enabled": false in "{CONFIG_KEY}".'
@@ -309,16 +308,12 @@ def check_extension(extension: Extension, missing: Sequence[str], *, ours: bool)
 
 
 def _locks() -> dict[Path, list[int]]:
-    """Return the locks of extensions, with the processes of this user on this machine that have each open."""
+    """Return the locks of extensions, with the processes that have each open."""
+    from deep_opt_states.waiting import holders
+
     folder = _own_adam().folder
     assert folder is not None
-    holders: dict[Path, list[int]] = {lock: [] for name in LOCKS for lock in sorted(folder.parent.glob(f"*/{name}"))}
-    for file in Path("/proc").glob("[0-9]*/fd/*") if holders else ():
-        for lock in holders:
-            with suppress(OSError):
-                if os.path.samefile(file, lock):
-                    holders[lock].append(int(file.parts[2]))
-    return holders
+    return holders(lock for name in LOCKS for lock in sorted(folder.parent.glob(f"*/{name}")))
 
 
 def check_locks(holders: Mapping[Path, Sequence[int]]) -> Finding:

@@ -75,6 +75,11 @@ def billions(count: float) -> str:
     return f"{count / 1e9:.2f} B"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return the count with its noun, such as ``1 unit`` or ``2 units``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def percent(share: float) -> str:
     """Return the share in whole percent."""
     return f"{share:.0%}"

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "perf_model": set(),
     "perf_model.units": set(),
     "perf_model.json_input": set(),
-    "perf_model.schedule": {"perf_model.json_input"},
+    "perf_model.schedule": {"perf_model.json_input", "perf_model.units"},
     "perf_model.prediction": {"perf_model.json_input", "perf_model.schedule", "perf_model.units"},
     "perf_model.planner": {"perf_model.prediction", "perf_model.schedule"},
     "perf_model.plan_request": {
@@ -60,14 +60,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states": {"deep_opt_states.activation", "deep_opt_states.names"},
     "deep_opt_states.activation": {
         "deep_opt_states.config",
+        "deep_opt_states.log",
         "deep_opt_states.names",
-        "deep_opt_states.zero",
         "deep_opt_states.zero.enabled",
-        "deep_opt_states.zero.internals",
         "deep_opt_states.zero.plugin",
         "deep_opt_states.zero.start",
     },
     "deep_opt_states.names": set(),
+    "deep_opt_states.log": set(),
+    "deep_opt_states.waiting": {"deep_opt_states.log"},
     "deep_opt_states.config": {
         "deep_opt_states.names",
         "perf_model.json_input",
@@ -82,6 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deep_opt_states.sharing": {"deep_opt_states.files", "perf_model.json_input"},
     "deep_opt_states.report": {
         "deep_opt_states.files",
+        "deep_opt_states.log",
         "perf_model.json_input",
         "perf_model.prediction",
         "perf_model.schedule",
@@ -91,35 +93,45 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.device",
         "deep_opt_states.files",
         "deep_opt_states.host",
+        "deep_opt_states.waiting",
         "perf_model.prediction",
         "perf_model.schedule",
     },
     "deep_opt_states.zero": set(),
-    "deep_opt_states.zero.internals": {"deep_opt_states.names", "deep_opt_states.runtime", "perf_model.schedule"},
+    "deep_opt_states.zero.internals": {
+        "deep_opt_states.log",
+        "deep_opt_states.names",
+        "deep_opt_states.runtime",
+        "deep_opt_states.waiting",
+        "perf_model.schedule",
+    },
     "deep_opt_states.zero.step": {
         "deep_opt_states.device",
+        "deep_opt_states.log",
         "deep_opt_states.names",
         "deep_opt_states.runtime",
         "deep_opt_states.zero.internals",
+        "perf_model.plan_request",
         "perf_model.prediction",
         "perf_model.schedule",
-        "perf_model.plan_request",
         "perf_model.units",
     },
     "deep_opt_states.zero.start": {
         "deep_opt_states.config",
         "deep_opt_states.device",
         "deep_opt_states.host",
+        "deep_opt_states.log",
         "deep_opt_states.names",
         "deep_opt_states.profiler",
         "deep_opt_states.report",
         "deep_opt_states.runtime",
+        "deep_opt_states.waiting",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.step",
-        "perf_model.prediction",
-        "perf_model.schedule",
         "perf_model.plan_request",
         "perf_model.planner",
+        "perf_model.prediction",
+        "perf_model.schedule",
         "perf_model.units",
     },
     "deep_opt_states.zero.assigned_states": {
@@ -128,6 +140,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.schedule",
     },
     "deep_opt_states.zero.guarded_states": {
+        "deep_opt_states.log",
         "deep_opt_states.zero.assigned_states",
         "deep_opt_states.zero.checkpoint_contents",
         "deep_opt_states.zero.internals",
@@ -154,11 +167,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "deep_opt_states.zero.enabled": {
         "deep_opt_states.config",
+        "deep_opt_states.log",
         "deep_opt_states.names",
-        "deep_opt_states.zero.internals",
     },
     "deep_opt_states.zero.plugin": {
         "deep_opt_states.config",
+        "deep_opt_states.log",
         "deep_opt_states.names",
         "deep_opt_states.zero.checkpoint_check",
         "deep_opt_states.zero.enabled",
@@ -168,11 +182,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.step",
     },
     "deep_opt_states.doctor": {
-        "deep_opt_states",
         "deep_opt_states.activation",
         "deep_opt_states.device",
         "deep_opt_states.host",
         "deep_opt_states.names",
+        "deep_opt_states.waiting",
         "deep_opt_states.zero.internals",
         "perf_model.prediction",
         "perf_model.units",
@@ -199,6 +213,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "perf_model.training_run": {"torch", "transformers"},
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.config": {"pydantic"},
+    "deep_opt_states.waiting": {"torch", "wrapt"},
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},
     "deep_opt_states.report": {"jinja2"},
@@ -241,12 +256,10 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             assert node.module is not None
-            # `from deep_opt_states.zero import plugin` imports a module, too.
-            names |= {node.module} | {
-                f"{node.module}.{alias.name}"
-                for alias in node.names
-                if (REPOSITORY / node.module.replace(".", "/") / f"{alias.name}.py").exists()
-            }
+            # `from deep_opt_states.zero import plugin` imports a module, and nothing else of the package.
+            folder = REPOSITORY / node.module.replace(".", "/")
+            are_modules = {alias.name: (folder / f"{alias.name}.py").exists() for alias in node.names}
+            names |= {f"{node.module}.{name}" if is_module else node.module for name, is_module in are_modules.items()}
     return names
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from itertools import count
 
 import pytest
 
+from deep_opt_states import log
 from deep_opt_states.report.line import (
     EVERY_UPDATES,
     WARM_UPDATES,
@@ -59,7 +59,13 @@ def test_actions_are_summed_by_kind_and_medians_are_compared() -> None:
     assert rows["update"] == ComparisonRow("update", 10 * 1.5, 20.0)
     assert rows["update"].error == pytest.approx(-0.25)
     assert rows["PUBLISH"] == ComparisonRow("PUBLISH", 2 * 1.5, 2 * 3.0)
-    assert str(rows["PUBLISH"]) == "PUBLISH       predicted   3.00 s, measured   6.00 s, error -50%"
+    assert str(rows["PUBLISH"]) == "PUBLISH 6.00 s, predicted 3.00 s (-50%)"
+
+
+def test_less_than_a_millisecond_has_no_error() -> None:
+    assert str(ComparisonRow("CPU_STEP", 12.4e-3, 53.2e-6)) == "CPU_STEP 53.2 us, predicted 12.4 ms"
+    assert str(ComparisonRow("CPU_STEP", 53.2e-6, 12.4e-3)) == "CPU_STEP 12.4 ms, predicted 53.2 us"
+    assert str(ComparisonRow("CPU_STEP", 1e-3, 2e-3)) == "CPU_STEP 2.00 ms, predicted 1.00 ms (-50%)"
 
 
 def test_exposed_and_forward_are_compared_where_updates_overlap_with_forward() -> None:
@@ -87,30 +93,38 @@ PLANNED = ReportedPlan(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=W
 """The work of four units."""
 
 
-def reported(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = ()) -> list[str]:
-    """Return the log of steps of 8 samples each, counted from 1, whose updates take the given seconds."""
-    log: list[str] = []
+@pytest.fixture(autouse=True)
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which each line of the log is appended."""
+    lines: list[str] = []
+    for function in (log.info, log.warn, log.warn_this_rank):
+        monkeypatch.setattr(log, function.__name__, lines.append)
+    return lines
+
+
+def report(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = ()) -> None:
+    """Report steps of 8 samples each, counted from 1, whose updates take the given seconds."""
     predict = None if predicted is None else lambda _: PredictedUpdate(predicted, 0.0)
     steps = count(1)
     reporter = UpdateReporter(
         replace(PLANNED, predict=predict, read_windows=Windows),
         sinks,
         lambda: StepCounts(step := next(steps), 8 * step),
-        log.append,
     )
     for update_s in updates:
         reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
     reporter.close()
     reporter.close()
-    return log
 
 
-def test_the_comparison_leaves_out_the_first_updates_and_is_logged_once() -> None:
-    (text,) = reported(timeline(1.0), [1000.0] * WARM_UPDATES + [20.0, 40.0, 25.0])
-    first, update, *kinds = text.splitlines()
-    assert first == "predicted against measured, median of 3 of 5 updates:"
-    assert update.strip() == "update        predicted   10.0 s, measured   25.0 s, error -60%"
-    assert len(kinds) == 5
+def test_the_summary_leaves_out_the_first_updates_and_is_logged_once(lines: list[str]) -> None:
+    report(timeline(1.0), [1000.0] * WARM_UPDATES + [20.0, 40.0, 25.0])
+    (text,) = lines
+    first, update, kinds = text.splitlines()
+    assert first == "5 updates, median of the last 3 against the prediction:"
+    assert update == "  update 25.0 s, predicted 10.0 s (-60%)"
+    assert kinds.startswith("  PREFETCH 4.00 s, predicted 2.00 s (-50%); GPU_STEP 4.00 s, ")
+    assert kinds.count(";") == 4
 
 
 def test_a_forked_child_does_not_write_its_parents_report() -> None:
@@ -123,7 +137,7 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
             os.write(write_end, b"closed")
 
     read_end, write_end = os.pipe()
-    reporter = UpdateReporter(PLANNED, [Closed()], lambda: StepCounts(1, 8), lambda _: None)
+    reporter = UpdateReporter(PLANNED, [Closed()], lambda: StepCounts(1, 8))
     if (child := os.fork()) == 0:
         reporter.close()
         os._exit(0)
@@ -139,9 +153,15 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
         os.close(write_end)
 
 
-def test_nothing_is_logged_without_a_prediction_or_without_an_update() -> None:
-    assert reported(None, [1.0] * 10) == []
-    assert reported(timeline(1.0), [1.0] * WARM_UPDATES) == []
+@pytest.mark.parametrize(
+    ("predicted", "updates", "logged"),
+    [(None, 10, ["10 updates:"]), (1.0, 1, ["1 update:"]), (1.0, WARM_UPDATES, ["2 updates:"]), (1.0, 0, [])],
+)
+def test_nothing_is_compared_without_a_prediction_or_after_too_few_updates(
+    predicted: float | None, updates: int, logged: list[str], lines: list[str]
+) -> None:
+    report(None if predicted is None else timeline(predicted), [1.0] * updates)
+    assert lines == logged
 
 
 def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> None:
@@ -168,18 +188,15 @@ def test_there_is_no_rate_for_a_time_of_zero_seconds() -> None:
     assert (numbers.h2d_bytes_per_s, numbers.d2h_bytes_per_s, numbers.params_per_s) == (None, None, None)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4]), (math.inf, [])])
-def test_a_line_is_logged_when_deepspeed_prints(every: float, steps: list[int]) -> None:
-    log: list[str] = []
-    assert reported(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine(every, log.append)]) == []
-    assert [line.split(",")[0] for line in log] == [f"step={step}" for step in steps]
-    if steps:
-        assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M params/s" in log[1]
+def test_a_line_is_logged_every_few_steps(lines: list[str]) -> None:
+    report(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine(2)])
+    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4", "5 updates:"]
+    assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M params/s" in lines[1]
 
 
-def test_the_monitor_receives_predictions_when_deepspeed_prints() -> None:
+def test_the_monitor_receives_predictions_with_the_line_of_the_log() -> None:
     events: list[Event] = []
-    reported(timeline(1.0), [20.0] * 4, [MonitorEvents(2, events.extend)])
+    report(timeline(1.0), [20.0] * 4, [MonitorEvents(2, events.extend)])
     samples_by_name = {name: [samples for other, _, samples in events if other == name] for name, *_ in events}
     assert samples_by_name["Train/Update/exposed_s"] == [8, 16, 24, 32]
     # The second step's update is the last that is not compared.
@@ -187,17 +204,26 @@ def test_the_monitor_receives_predictions_when_deepspeed_prints() -> None:
     assert ("Train/Update/predicted_update_error", -0.5, 32) in events
 
 
-def test_the_plan_is_logged_at_the_end_if_something_was_updated() -> None:
-    for updates, expected in (([], []), ([1.0], ["cpu: 4 units"])):
-        log: list[str] = []
-        reporter = UpdateReporter(
-            replace(PLANNED, description="cpu: 4 units"), [], lambda: StepCounts(1, 8), log.append
-        )
-        for update_s in updates:
-            reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
-        reporter.close()
-        reporter.close()
-        assert log == expected
+def test_the_summary_has_at_most_eight_lines(lines: list[str]) -> None:
+    """Check a plan of all placements, with forwards beside updates."""
+    description = ["cpu: 4 units", "streamed: 4 units", "resident: 4 units", "memory of rank 0: 1 kB"]
+    slower = Windows(forward_s=1.0)
+    plan = replace(
+        PLANNED,
+        description=description,
+        predict=lambda _: PredictedUpdate(timeline(1.0), 0.5),
+        read_windows=lambda: slower,
+    )
+    reporter = UpdateReporter(plan, [], lambda: StepCounts(1, 8))
+    phases = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0), PhaseSpan(Phase.FORWARD, 1.0, 3.0)]
+    for _ in range(WARM_UPDATES + 1):
+        reporter.updated(phases, lambda: timeline(2.0))
+    reporter.close()
+    _, update, _, forward, *rest = lines[0].splitlines()
+    assert update.split("; ")[1] == "exposed 1.00 s, predicted 500 ms (-50%)"
+    assert forward.startswith("  forward took 2.00 s beside updates and 1.00 s without: +100% (")
+    assert [line.strip() for line in rest] == description
+    assert len(lines[0].splitlines()) == 8
 
 
 class FailingSink:
@@ -216,42 +242,43 @@ class FailingSink:
         self.calls += 1
 
 
-def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue() -> None:
-    broken, lines = FailingSink(), list[str]()
-    (message,) = reported(None, [1.0] * 3, [broken, ProgressLine(1, lines.append)])
+def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue(lines: list[str]) -> None:
+    broken = FailingSink()
+    report(None, [1.0] * 3, [broken, ProgressLine(1)])
+    message, *of_others = lines
     assert message.startswith("the broken sink: the update cannot be reported there: OSError: no space left.")
     assert broken.calls == 1
-    assert len(lines) == 3
+    assert [line[:6] for line in of_others] == ["step=1", "step=2", "step=3", "3 upda"]
 
 
 @pytest.mark.promise("P5")
 @pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
-def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(measured_s: float, is_slow: bool) -> None:
-    lines: list[str] = []
+def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(
+    measured_s: float, is_slow: bool, lines: list[str]
+) -> None:
     plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
-    reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
+    reporter = UpdateReporter(plan, [SlowCpu()], lambda: StepCounts(step=0, samples=0))
     exposed = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]
     for _ in range(EVERY_UPDATES - 1):
         reporter.updated(exposed, lambda: timeline(measured_s))
     assert lines == []
     for _ in range(4 * EVERY_UPDATES):
         reporter.updated(exposed, lambda: timeline(measured_s))
-    reporter.close()
     assert len(lines) == is_slow
+    reporter.close()
     if is_slow:
-        (line,) = lines
+        line, _ = lines
         assert line.startswith("CPU updates run at 0.48 of the profile")
         assert 'keep "bind_cores" enabled' in line
         assert "deep-opt-states profile" in line
         assert line.endswith("measure a new profile: deep-opt-states profile")
 
 
-def test_a_few_slow_updates_on_the_cpu_are_not_logged() -> None:
-    lines: list[str] = []
+def test_a_few_slow_updates_on_the_cpu_are_not_logged(lines: list[str]) -> None:
     plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
-    reporter = UpdateReporter(plan, [SlowCpu(lines.append)], lambda: StepCounts(step=0, samples=0), lambda _: None)
+    reporter = UpdateReporter(plan, [SlowCpu()], lambda: StepCounts(step=0, samples=0))
     for number in range(4 * EVERY_UPDATES):
         measured = timeline(50.0 if number % 3 == 0 else 1.0)
         reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], partial(replace, measured))
-    reporter.close()
     assert lines == []
+    reporter.close()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from deep_opt_states.files import replace_file
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.profile import IMPLAUSIBLE, QUICK, ProbeEffort, describe, measure
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, ranks_by_node
+from deep_opt_states.waiting import waiting
 from perf_model.prediction.hardware import VERSION, HardwareProfile, ProfileError, Provenance
 
 METHOD = 10
@@ -34,8 +36,8 @@ def quick_profile(
 ) -> HardwareProfile:
     """Return rank 0's cached profile of an equal machine, or one that all ranks measure now, the same on all ranks.
 
-    This is a collective, and raises the same errors as ``measure``. On rank 0, ``note`` is called with the path of a
-    cached profile, and ``log`` with all else. A profile with implausible samples is not cached.
+    This is a collective, and raises the same errors as ``measure``. On rank 0, ``note`` is called with the source of
+    the profile, and ``log`` if it is not cached. A profile with implausible samples is not cached.
     """
     on_node = max(map(len, ranks_by_node(ranks, os.environ)))
 
@@ -54,10 +56,10 @@ def quick_profile(
         if ranks.rank == 0:
             note(f"Hardware profile of {profile.provenance.date}, read from {path}.")
         return profile
+    with waiting("measuring a quick hardware profile") if ranks.rank == 0 else nullcontext():
+        profile = measure(device, ranks, effort, threads=threads, cores=cores)
     if ranks.rank == 0:
-        log("There is no hardware profile for this machine yet: measuring a quick one.")
-    profile = measure(device, ranks, effort, threads=threads, cores=cores)
-    if ranks.rank == 0:
+        note("A quick hardware profile was measured.")
         _store(profile, path, log)
     return profile
 

@@ -19,6 +19,7 @@ from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.device.slab import HostMemoryError
 from deep_opt_states.device.state_file import DiskError
 from deep_opt_states.profiler.probes import Probe, ProbeError, Rates, synchronize, timed
+from deep_opt_states.waiting import waiting_for_ranks
 
 Value = TypeVar("Value")
 
@@ -50,7 +51,8 @@ class Ranks:
         """Return every rank's value, ordered by rank, on every rank. This is a collective."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            torch.distributed.all_gather_object(values, value)
+            with waiting_for_ranks():
+                torch.distributed.all_gather_object(values, value)
         return values
 
 

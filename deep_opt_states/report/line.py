@@ -10,13 +10,14 @@ import atexit
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Protocol, TextIO
 
+from deep_opt_states import log
 from deep_opt_states.files import replace_file
 from deep_opt_states.report.record import (
     EXPOSED,
@@ -32,7 +33,7 @@ from deep_opt_states.report.record import (
 )
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind
-from perf_model.units import GB, gigabytes_per_second, params_per_second, percent, seconds
+from perf_model.units import GB, counted, gigabytes_per_second, params_per_second, percent, seconds
 
 WARM_UPDATES = 2
 """The number of first updates, which touch memory and wake threads, that are not compared."""
@@ -63,16 +64,9 @@ class ReportSink(Protocol):
 class UpdateReporter:
     """A reporter of all updates of one engine. A sink that fails is logged and disabled: training must continue."""
 
-    def __init__(
-        self,
-        plan: ReportedPlan,
-        sinks: Sequence[ReportSink],
-        read_counts: Callable[[], StepCounts],
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, plan: ReportedPlan, sinks: Sequence[ReportSink], read_counts: Callable[[], StepCounts]) -> None:
         self._sinks = list(sinks)
         self._read_counts = read_counts
-        self._log = log
         self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
         self._updates = 0
         self.change_plan(plan)
@@ -110,33 +104,36 @@ class UpdateReporter:
         windows = self._plan.read_windows() if self._measured else None
         return None if windows is None or self._predict is None else self._predict(windows)
 
-    @property
-    def slowed_forward(self) -> str:
-        """Return how much longer forward took beside updates than without, or an empty text if that is unknown."""
+    def _slowed_forward(self) -> Iterator[str]:
+        """Yield how much longer forward took beside updates than without, unless that is unknown."""
         windows = self._plan.read_windows()
         beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
-        if windows is None or not (windows.forward_s > 0 and beside_s > 0):
-            return ""
-        return (
-            f"forward took {seconds(beside_s)} beside updates and {seconds(windows.forward_s)} without: "
-            f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
-        )
+        if windows is not None and windows.forward_s > 0 and beside_s > 0:
+            yield (
+                f"forward took {seconds(beside_s)} beside updates and {seconds(windows.forward_s)} without: "
+                f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
+            )
+
+    def _summary(self) -> Iterator[str]:
+        """Yield the summary of the updates in at most eight lines: two of seconds, forward, the plan and its memory."""
+        rows = self.comparison()
+        compared = f", median of the last {len(self._measured)} against the prediction:" if rows else ":"
+        yield f"{counted(self._updates, 'update')}{compared}"
+        of_model = [row for row in rows if row.name in (UPDATE, EXPOSED)]
+        for of_line in (of_model, [row for row in rows if row not in of_model]):
+            if of_line:
+                yield "; ".join(map(str, of_line))
+        yield from self._slowed_forward()
+        yield from self._plan.description
 
     def close(self) -> None:
-        """Log the plan and the accuracy of the prediction at the end of training; later calls do nothing."""
+        """Log the summary at the end of training, unless nothing was updated; later calls do nothing."""
         if self._open_in_process != os.getpid():
             return
         self._open_in_process = None
         atexit.unregister(self.close)
-        if self._plan.description and self._updates:
-            self._log(self._plan.description)
-        if rows := self.comparison():
-            lines = "\n".join(f"  {row}" for row in rows)
-            self._log(
-                f"predicted against measured, median of {len(self._measured)} of {self._updates} updates:\n{lines}"
-            )
-        if slowed := self.slowed_forward:
-            self._log(slowed)
+        if self._updates:
+            log.info("\n  ".join(self._summary()))
         self._call_sinks(lambda sink: sink.close(self))
 
     def _call_sinks(self, call: Callable[[ReportSink], None]) -> None:
@@ -145,7 +142,7 @@ class UpdateReporter:
                 call(sink)
             except Exception as error:  # noqa: BLE001
                 self._sinks.remove(sink)
-                self._log(
+                log.warn(
                     f"{sink.name}: the update cannot be reported there: {type(error).__name__}: {error}. "
                     f"This report is disabled now; training continues."
                 )
@@ -154,11 +151,10 @@ class UpdateReporter:
 class ProgressLine(ReportSink):
     """A sink that logs one line about the update at every step that is a multiple of ``every_n_steps``."""
 
-    name = '"steps_per_print"'
+    name = "deep_optimizer_states.log_every"
 
-    def __init__(self, every_n_steps: float, log: Callable[[str], None]) -> None:
+    def __init__(self, every_n_steps: int) -> None:
         self._every_n_steps = every_n_steps
-        self._log = log
         self._exposed_s: deque[float] = deque(maxlen=COMPARED_UPDATES)
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
@@ -181,7 +177,7 @@ class ProgressLine(ReportSink):
             f"CPU Adam={seconds(numbers.cpu_adam_s)}",
             f"GPU share={percent(numbers.gpu_share)}",
         ]
-        self._log(", ".join(parts))
+        log.info(", ".join(parts))
         self._exposed_s.clear()
 
 
@@ -190,11 +186,11 @@ Event = tuple[str, float, int]
 
 
 class MonitorEvents(ReportSink):
-    """A sink for DeepSpeed's monitor: the numbers of every update, and predictions when DeepSpeed prints."""
+    """A sink for DeepSpeed's monitor: the numbers of every update, and predictions when the log has its line."""
 
     name = "monitor"
 
-    def __init__(self, every_n_steps: float | None, write: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(self, every_n_steps: int, write: Callable[[Sequence[Event]], None]) -> None:
         self._every_n_steps = every_n_steps
         self._write = write
 
@@ -208,7 +204,9 @@ class MonitorEvents(ReportSink):
         # A prediction is a simulation, too slow for every step.
         for row in reporter.comparison() if record.is_due(self._every_n_steps) else []:
             if row.name in (UPDATE, EXPOSED):
-                values |= {f"predicted_{row.name}_s": row.predicted_s, f"predicted_{row.name}_error": row.error}
+                values[f"predicted_{row.name}_s"] = row.predicted_s
+                if row.error is not None:
+                    values[f"predicted_{row.name}_error"] = row.error
         self._write([(f"Train/Update/{name}", value, record.counts.samples) for name, value in values.items()])
 
 
@@ -217,35 +215,33 @@ class SlowCpu(ReportSink):
 
     name = "the check of CPU updates"
 
-    def __init__(self, log: Callable[[str], None]) -> None:
-        self._log: Callable[[str], None] | None = log
-        self._updates = 0
+    def __init__(self) -> None:
+        self._updates, self._was_logged = 0, False
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
         self._updates += 1
-        if self._log is None or self._updates % EVERY_UPDATES or reporter.compared_updates < EVERY_UPDATES // 2:
+        if self._was_logged or self._updates % EVERY_UPDATES or reporter.compared_updates < EVERY_UPDATES // 2:
             return
         for row in reporter.comparison():
             if row.name == ActionKind.CPU_STEP.value and row.measured_s > SLOW * row.predicted_s:
-                self._log(
+                self._was_logged = True
+                log.warn_this_rank(
                     f"CPU updates run at {row.predicted_s / row.measured_s:.2f} of the profile, and should be near 1: "
                     f"{seconds(row.measured_s)} per update instead of {seconds(row.predicted_s)} (median of "
                     f"{reporter.compared_updates} updates). Other processes or ranks may use the cores of this rank: "
                     f'keep "bind_cores" enabled. If the machine has changed, measure a new profile: '
                     f"deep-opt-states profile"
                 )
-                self._log = None
-                return
 
 
 class RunWriter(ReportSink):
-    """A sink that writes the files of a run: a line per update, all else when DeepSpeed prints and at the end."""
+    """A sink that writes the files of a run: a line per update, all else with the line of the log and at the end."""
 
     name = "deep_optimizer_states.report"
     _open: dict[Path, TextIO] = {}  # noqa: RUF012
     """The open ``steps.jsonl`` of this process, by folder."""
 
-    def __init__(self, folder: Path, every_n_steps: float | None, describe: Callable[[], RunInfo]) -> None:
+    def __init__(self, folder: Path, every_n_steps: int, describe: Callable[[], RunInfo]) -> None:
         self._folder = folder
         self._every_n_steps = every_n_steps
         self._describe = describe

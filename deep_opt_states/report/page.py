@@ -153,7 +153,7 @@ def _tables(run: RecordedRun) -> Iterator[Table]:
         rows = []
         for row in run.compared:
             predicted, measured = ((each, seconds(each)) for each in (row.predicted_s, row.measured_s))
-            rows.append([row.name, predicted, measured, (row.error, f"{row.error:+.0%}")])
+            rows.append([row.name, predicted, measured, (row.error or 0.0, row.shown_error)])
         yield caption, ["", "predicted", "measured", "error"], rows
     rows = []
     for placement in Placement:

@@ -22,6 +22,9 @@ FORMAT = 3
 UPDATE = "update"
 EXPOSED = "exposed"
 
+LEAST_COMPARED_S = 1e-3
+"""The least seconds, predicted and measured, whose error is stated."""
+
 LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
 """The lanes that only copy. The compute lane also copies to the host if DeepSpeed offloads parameters."""
 
@@ -38,7 +41,7 @@ class StepCounts:
 class ReportedPlan:
     """The plan of the updates: on this rank ``numel`` parameters, ``gpu_share`` of them on the accelerator.
 
-    ``widths`` holds the bytes per parameter of the copied tensors. ``description`` is logged at the end of training.
+    ``widths`` holds the bytes per parameter of the copied tensors. ``description`` is the end of the summary.
     """
 
     numel: int
@@ -48,7 +51,7 @@ class ReportedPlan:
     predict: Callable[[Windows], PredictedUpdate] | None = None
     read_windows: Callable[[], Windows | None] = lambda: None
     """Returns backward and forward without an update beside them; None while they are unknown."""
-    description: str = ""
+    description: Sequence[str] = ()
 
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
         """Return the bytes that were copied in ``direction``, "h2d" or "d2h", per second in which it was busy."""
@@ -130,9 +133,9 @@ class UpdateRecord:
             gpu_share=plan.gpu_share,
         )
 
-    def is_due(self, every_n_steps: float | None) -> bool:
-        """Return whether DeepSpeed prints at this step. Frameworks disable that by ``every_n_steps`` of infinity."""
-        return every_n_steps is not None and self.counts.step % every_n_steps == 0
+    def is_due(self, every_n_steps: int) -> bool:
+        """Return whether this step is a multiple of ``every_n_steps``."""
+        return self.counts.step % every_n_steps == 0
 
 
 def _rate(amount: float, duration_s: float) -> float | None:
@@ -157,15 +160,22 @@ class ComparisonRow:
     measured_s: float
 
     @property
-    def error(self) -> float:
-        """Return the error relative to the measured seconds, positive if the prediction was too high."""
-        return self.predicted_s / self.measured_s - 1 if self.measured_s > 0 else 0.0
+    def error(self) -> float | None:
+        """Return the error relative to the measured seconds, positive if the prediction was too high.
+
+        It is None below a millisecond, where it would be large but without effect.
+        """
+        is_long = min(self.predicted_s, self.measured_s) >= LEAST_COMPARED_S
+        return self.predicted_s / self.measured_s - 1 if is_long else None
+
+    @property
+    def shown_error(self) -> str:
+        """Return the error in per cent, or an empty text."""
+        return "" if self.error is None else f"{self.error:+.0%}"
 
     def __str__(self) -> str:
-        return (
-            f"{self.name:<13} predicted {seconds(self.predicted_s):>8}, measured {seconds(self.measured_s):>8}, "
-            f"error {self.error:+.0%}"
-        )
+        error = f" ({self.shown_error})" if self.shown_error else ""
+        return f"{self.name} {seconds(self.measured_s)}, predicted {seconds(self.predicted_s)}{error}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from deep_opt_states import log
 from deep_opt_states.config import Config, parse_config
 from deep_opt_states.names import SWITCH
-from deep_opt_states.zero.internals.log import log_rank_0_once
 
 
 def enabled_config(param_dict: dict[str, Any]) -> Config | None:
@@ -16,6 +16,6 @@ def enabled_config(param_dict: dict[str, Any]) -> Config | None:
     if config is None or not config.enabled:
         return None
     if os.environ.get(SWITCH) == "0":
-        log_rank_0_once(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
+        log.info_once(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
         return None
     return config

@@ -11,11 +11,11 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from deep_opt_states import log
 from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.checkpoint_contents import MOMENTS
 from deep_opt_states.zero.internals.agreement import wait_for_all_ranks
 from deep_opt_states.zero.internals.compat import all_gather_partitions, flat_parameters, partition_rank
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
@@ -199,7 +199,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
             self._wait_for_states()
             self._wait_for_reduction()
             self._running.executor.run_uninterrupted(self._running.narrow_moments)
-            log_rank_0("moments are in the dtype of the master weights from now on: DeepSpeed's load converts them")
+            log.info("moments are in the dtype of the master weights from now on: DeepSpeed's load converts them")
 
     def _adopt_loaded_states(self) -> None:
         """Copy the loaded moments into our memory; without any, as before stock's first step, start from zeros."""

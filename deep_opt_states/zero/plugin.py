@@ -14,13 +14,13 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
+from deep_opt_states import log
 from deep_opt_states.config import Config
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
 from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
@@ -57,7 +57,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     # The schedule reads and writes units on disk. To stock's code, the states are in host memory.
     config_of(engine).zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu
     if checks_direct_writes():
-        log_rank_0(f"{CHECK_SWITCH}=1: updates end inside step(), and direct writes to partitions are named")
+        log.info(f"{CHECK_SWITCH}=1: updates end inside step(), and direct writes to partitions are named")
     if config.overlap_forward and (checks_direct_writes() or breakdown_forbids_deferring(config_of(engine))):
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:
@@ -112,7 +112,7 @@ def check_engine(engine: Any, model: Any) -> None:
         get_accelerator().set_device(max(0, engine.local_rank))
         raise_together(lambda: _check_engine(engine, model))
     elif enabled_config(param_dict(config_of(engine))) is not None:
-        log_rank_0(
+        log.info(
             f'an engine without an optimizer runs as stock DeepSpeed: "{CONFIG_KEY}" has no update to schedule there'
         )
 

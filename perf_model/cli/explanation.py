@@ -16,7 +16,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Unit
 from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
-from perf_model.units import DIGITS, GB, billions, percent, seconds, size_of
+from perf_model.units import DIGITS, GB, billions, counted, percent, seconds, size_of
 
 NOTICED_SHARE = 0.001
 """The least share of an iteration that counts as a change: the planner stops at smaller ones."""
@@ -52,7 +52,8 @@ def explain(found: Forecast, inputs: Inputs) -> Iterator[str]:
             gain = f"one more core per rank {core}"
         elif placement is Placement.RESIDENT:
             full = f"{size_of(found.memory.gpu_bytes, limits.gpu)} of GPU memory in use"
-        yield f"{placement.value}: {count} units, {billions(plan.numel(placement))} parameters, {full}; {gain}."
+        placed = f"{counted(count, 'unit')}, {billions(plan.numel(placement))} parameters"
+        yield f"{placement.value}: {placed}, {full}; {gain}."
     if numel := plan.workload.on_disk_numel:
         share = percent(total_s[Resource.DISK] / update_s)
         more = replace(inputs, limits=replace(limits, host=(limits.host or 0) + GB))

@@ -10,7 +10,7 @@ from enum import Enum
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.units import DIGITS, GB, size
+from perf_model.units import DIGITS, GB, counted, size
 
 MIB = 2**20
 
@@ -272,7 +272,7 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
         numel, count, schedule = plan.numel(placement), plan.placements.count(placement), plan.schedule
         if count == 0:
             continue
-        line = f"{placement.value}: {_counted(count, 'unit')}, {numel:,} parameters, "
+        line = f"{placement.value}: {counted(count, 'unit')}, {numel:,} parameters, "
         on_disk_numel = plan.workload.on_disk_numel if placement is Placement.CPU else 0
         host_bytes = sum(widths.on_host.values()) * numel - widths.states * on_disk_numel
         line += f"{size(host_bytes)} of host memory"
@@ -280,7 +280,7 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
             line += f", {on_disk_numel:,} of them on disk with {size(widths.states * on_disk_numel)}"
         if placement is Placement.STREAMED:
             slot = size(widths.states * schedule.slot_numel)
-            line += f", on the accelerator {_counted(schedule.num_slots, 'slot')} of {slot}"
+            line += f", on the accelerator {counted(schedule.num_slots, 'slot')} of {slot}"
         elif placement is Placement.RESIDENT:
             line += f", on the accelerator {size(widths.states * numel)} of states"
         elif plan.eager:
@@ -296,7 +296,3 @@ def total_reserved(reservations: Iterable[Reservation]) -> str:
         taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
     pinned, on_accelerator = (size(taken_bytes[kind]) for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR))
     return f"{pinned} of page-locked host memory, {on_accelerator} on the accelerator"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -13,6 +13,7 @@ from perf_model.schedule.lowering import forward_order, lower
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Unit, Workload
+from perf_model.units import counted
 
 DEFAULT_NUM_SLOTS = 2
 """Two slots let transfers overlap with updates."""
@@ -109,12 +110,13 @@ class UpdatePlan:
             if placement in self.placements
         )
         share = 1 - self.numel(Placement.CPU) / max(1, self.workload.numel)
+        slots = counted(self.schedule.num_slots, "slot")
         return (
-            f"{len(self.placements)} units, {self.workload.numel:,} parameters: {counts} "
+            f"{counted(len(self.placements), 'unit')}, {self.workload.numel:,} parameters: {counts} "
             f"({share:.0%} of the parameters updated on the GPU), "
             f"{f'{self.eager_numel:,} parameters eager, ' if self.eager else ''}"
             f"{f'{on_disk:,} parameters on disk, ' if (on_disk := self.workload.on_disk_numel) else ''}"
-            f"{self.schedule.num_slots} slots of {self.schedule.slot_numel:,}, plan {self.fingerprint}"
+            f"{f'{slots} of {self.schedule.slot_numel:,}, ' if self.schedule.num_slots else ''}plan {self.fingerprint}"
         )
 
 

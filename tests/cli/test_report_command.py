@@ -51,7 +51,6 @@ def predicted(windows: Windows) -> PredictedUpdate:
 def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateReporter:
     """Write a run as training would, with updates of different lengths, and return the reporter."""
     steps = count(1)
-    log: list[str] = []
     numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
         ReportedPlan(
@@ -64,7 +63,6 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
         ),
         [RunWriter(folder, EVERY, lambda: INFO)],
         lambda: StepCounts(step := next(steps), 8 * step),
-        log.append,
     )
     for number in range(updates):
         windows = Windows(backward_s=0.02 + 0.001 * number, forward_s=0.03 + 0.002 * number)

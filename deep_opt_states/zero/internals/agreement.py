@@ -17,6 +17,7 @@ from deepspeed.comm import comm
 from deep_opt_states.names import CHECK_SWITCH, SWITCH
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.waiting import waiting_for_ranks
 
 Value = TypeVar("Value")
 
@@ -49,13 +50,15 @@ def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str
 def gather_values(value: Value) -> list[Value]:
     """Return every rank's value, ordered by rank, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
-    comm.cdb.all_gather_object(values, value)
+    with waiting_for_ranks():
+        comm.cdb.all_gather_object(values, value)
     return values
 
 
 def wait_for_all_ranks() -> None:
     """Wait until every rank has called this."""
-    comm.cdb.barrier()
+    with waiting_for_ranks():
+        comm.cdb.barrier()
 
 
 def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:

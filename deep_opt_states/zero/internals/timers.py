@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from deep_opt_states import log
 from deep_opt_states.zero.internals.compat import param_dict
-from deep_opt_states.zero.internals.log import log_rank_0
 
 
 def unsynchronize_throughput_timer(ds_config: Any) -> None:
@@ -14,22 +14,18 @@ def unsynchronize_throughput_timer(ds_config: Any) -> None:
     if not (timer.enabled and timer.synchronized):
         return
     if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
-        log_rank_0(
+        log.warn(
             '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on the '
             "GPU are not overlapped with the next forward"
         )
         return
     timer.synchronized = False
-    log_rank_0(
-        "DeepSpeed's throughput timer uses the host's clock, so that updates can be overlapped with the next forward; "
-        'to make it wait for the device, set "timers": {"throughput": {"synchronized": true}}'
-    )
 
 
 def breakdown_forbids_deferring(ds_config: Any) -> bool:
     """Return whether DeepSpeed times ``step()`` separately, so that updates must end in it; log the consequence."""
     if ds_config.wall_clock_breakdown:
-        log_rank_0(
+        log.warn(
             '"wall_clock_breakdown", which "flops_profiler" enables as well, times step() with the whole update in it: '
             "updates are not overlapped with the next forward"
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deep_opt_states import log
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, StateDtypes
@@ -23,9 +24,9 @@ from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory, widths_of
+from deep_opt_states.waiting import waiting
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.compat import masters_dtype, partitions_by_name
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.internals.spans import ActionSpan
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.disk import choose_states_on_disk
@@ -52,6 +53,7 @@ from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Partition
+from perf_model.units import size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     sub_groups = choose_states_on_disk(config, sub_groups, setup.widths, ranks)
     if any(partition.is_on_disk for group in sub_groups for partition in group):
         if config.all_eager:
-            log_rank_0('"eager": true has no effect beside states on disk: a second version would need their memory')
+            log.warn('"eager": true has no effect beside states on disk: a second version would need their memory')
         config = config.model_copy(update={"eager": False})
     context = Context(
         optimizer=optimizer,
@@ -166,8 +168,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         _log_overruled(config, sub_groups)
     planned = make_plan(config, sub_groups, context.setup, accelerator, context.budget, share)
     # Immediately, because the rest of the start prints warnings of other libraries.
-    for line in planned.at_start():
-        log_rank_0(line)
+    log.info(planned.at_start())
     _check_host_memory(context, planned.plan, ranks)
     folders = [Path(path) for path in config.nvme_paths or []]
     return raise_together(lambda: _build(context, planned, folders, resources))
@@ -208,12 +209,13 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         kernels.append(device_adam)
     executor = Executor(plan.schedule, memory.units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
-    executor.touch(memory.untouched)
-    masters = [
-        _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
-    ]
-    # Page-locking needs pages that were touched.
-    memory.lock()
+    with waiting(f"preparing {size(memory_of(plan, context.setup).pinned_bytes)} of page-locked host memory"):
+        executor.touch(memory.untouched)
+        masters = [
+            _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
+        ]
+        # Page-locking needs pages that were touched.
+        memory.lock()
     # Where the CPU is the accelerator, an update hides nothing, and without a prediction nothing needs the windows.
     needs_windows = planned.predict is not None and not context.accelerator.slots_on_host
     running = RunningPlan(
@@ -259,7 +261,7 @@ def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) ->
         dtypes=_state_dtypes(optimizer),
     )
     if choice.why:
-        log_rank_0(choice.why)
+        log.warn_this_rank(choice.why)
     resources.callback(choice.kernel.close)
     return choice
 
@@ -290,7 +292,7 @@ def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) ->
     persistent = [partition.name for group in sub_groups for partition in group if partition.is_persistent]
     overruled = [name for name in persistent if config.rules.placement_of(name) not in (None, Placement.CPU)]
     if overruled:
-        log_rank_0(
+        log.info(
             f"rules do not apply to persistent parameters, which the CPU updates before step() returns: "
             f"{len(overruled)} such as {overruled[0]}"
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
+from deep_opt_states import log
 from deep_opt_states.config import Config, ConfigError
 from deep_opt_states.device.state_file import DiskError, check_free_space
 from deep_opt_states.host import machine
@@ -18,7 +19,6 @@ from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.disk import doubts, measure_disks
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import raise_together
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
 from perf_model.prediction.cost import CostModel, DiskRates
 from perf_model.schedule.host_layout import PAGE_BYTES, Widths
@@ -83,24 +83,26 @@ def choose_states_on_disk(
     each_bytes = -(-numel * widths.states // len(folders))
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
     if numel == 0:
-        log_rank_0(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
+        log.info(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
     return placed
 
 
-def with_disks(config: Config, cost: CostModel, workload: Workload, widths: Widths) -> CostModel:
+def with_disks(
+    config: Config, cost: CostModel, workload: Workload, widths: Widths, note: Callable[[str], None]
+) -> CostModel:
     """Return ``cost`` with the rates of this rank's disks while all ranks use theirs, if a unit is on disk.
 
-    This is a collective.
+    ``note`` is called with the rates. This is a collective.
     """
     if not workload.on_disk_numel:
         return cost
     folders = [Path(path) for path in config.nvme_paths or []]
     for doubt in raise_together(lambda: doubts(folders)):
-        log_rank_0(doubt)
+        log.warn(doubt)
     measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
-    log_rank_0(
-        f"disks, per rank: {size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
-        f"{size(int(rates.both))}/s both at once"
+    note(
+        f"Disks, per rank: {size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
+        f"{size(int(rates.both))}/s both at once."
     )
     return cost.with_disk(rates, widths)

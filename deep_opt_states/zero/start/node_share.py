@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
+from deep_opt_states import log
 from deep_opt_states.config import Config
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.slab import LOCK_REMEDY, HostMemoryError
@@ -16,9 +17,8 @@ from deep_opt_states.host.cores import CoreShare, RankPlace, allowed_cpus, choos
 from deep_opt_states.host.machine import Core, cores_of, gpu_node
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from deep_opt_states.zero.internals.agreement import raise_together
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
-from perf_model.units import size
+from perf_model.units import counted, size
 
 
 def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
@@ -29,7 +29,7 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
     share = raise_together(lambda: core_share(accelerator, Ranks(), config))
     omp = os.environ.get("OMP_NUM_THREADS")
     for_pytorch = f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""
-    log_rank_0(f"CPU update on rank 0: {share}{for_pytorch}")
+    log.info(f"CPU update on rank 0: {share}{for_pytorch}")
     return share
 
 
@@ -115,7 +115,7 @@ def check_free_memory(
         if allowed_bytes is not None and needed_bytes > allowed_bytes:
             raise HostMemoryError(
                 f"The optimizer states {place} must fit into {limit}, of which {size(allowed_bytes)} are free; "
-                f"found {size(needed_bytes)} needed, by {sharing} rank{'' if sharing == 1 else 's'} with "
+                f"found {size(needed_bytes)} needed, by {counted(sharing, 'rank')} with "
                 f"{_contents(slab_bytes, numel)}{and_eager} each.\n"
                 f"{without_eager}{remedy}, train on more nodes, or keep states in bf16, which changes the numerics."
             )

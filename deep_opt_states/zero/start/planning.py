@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from deep_opt_states import log
 from deep_opt_states.config import Config
 from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.names import CONFIG_KEY
@@ -17,7 +18,6 @@ from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.ranks import Ranks, ranks_by_node
 from deep_opt_states.report.record import PredictedUpdate
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.disk import with_disks
 from deep_opt_states.zero.start.unsupported import Unsupported
@@ -33,6 +33,7 @@ from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition
+from perf_model.units import counted
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class PlannedRun:
     """The inputs of the planner; None if the config gives all placements."""
     notes: tuple[str, ...] = ()
 
-    def at_start(self) -> list[str]:
-        """Return the lines to log at start: the plan with the reason why nothing is streamed, and the notes."""
-        return [". ".join(filter(None, [str(self.plan), self.why_nothing_is_streamed])), *self.notes]
+    def at_start(self) -> str:
+        """Return the line to log at start: the plan, the reason why nothing is streamed, and the notes."""
+        return " ".join(filter(None, [f"{self.plan}.", self.why_nothing_is_streamed, *self.notes]))
 
-    def at_end(self, plan: UpdatePlan, widths: Widths) -> str:
+    def at_end(self, plan: UpdatePlan, widths: Widths) -> list[str]:
         """Return the lines to log after training with ``plan``: the memory of one rank per placement, and why."""
         why = [self.why_nothing_is_streamed] if plan == self.plan and self.why_nothing_is_streamed else []
-        return "\n  ".join(["planned for rank 0:", *summary_by_placement(plan, widths), *why])
+        return [*summary_by_placement(plan, widths), *why]
 
 
 def make_plan(
@@ -76,7 +77,8 @@ def make_plan(
     predict, request, why = None, None, ""
     if config.predicts(workload):
         profile = _load_profile(config, accelerator, share, notes.append)
-        cost = with_disks(config, CostModel.from_profile(profile, setup.widths), workload, setup.widths)
+        cost = CostModel.from_profile(profile, setup.widths)
+        cost = with_disks(config, cost, workload, setup.widths, notes.append)
         predict = partial(_predict, cost, profile.has_accelerator, sub_groups)
     if config.plans(workload):
         unlimited = PlanRequest(
@@ -167,15 +169,15 @@ def _load_profile(
     ranks = Ranks()
     if config.profile is None:
         device = None if accelerator.slots_on_host else accelerator.device
-        return quick_profile(device, ranks, log_rank_0, note, threads=share.threads, cores=share.cores)
+        return quick_profile(device, ranks, log.warn, note, threads=share.threads, cores=share.cores)
     path = Path(config.profile)
     text = raise_together(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "")
     profile = HardwareProfile.from_json(ranks.gather(text)[0])
     _refuse_other_machine(profile, path, accelerator)
     measured, training = profile.provenance.ranks, max(map(len, ranks_by_node(ranks, os.environ)))
     if measured != training:
-        note(
-            f"{path}: measured with {measured} rank{'' if measured == 1 else 's'} per node at once, while {training} "
+        log.warn(
+            f"{path}: measured with {counted(measured, 'rank')} per node at once, while {training} "
             f"train; shared resources are predicted for {measured}"
         )
     return profile

@@ -8,8 +8,8 @@ from functools import cache
 
 import deepspeed
 
+from deep_opt_states import log
 from deep_opt_states.names import CONFIG_KEY, __version__
-from deep_opt_states.zero.internals.log import log_rank_0_once
 from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested, is_too_old
 from deep_opt_states.zero.start.unsupported import Unsupported
@@ -48,7 +48,7 @@ def missing_names_are_refused() -> Iterator[None]:
 def warn_of_untested_release() -> None:
     """Log a warning, once per process, if the release of DeepSpeed is untested."""
     if not is_tested(deepspeed.__version__):
-        log_rank_0_once(
+        log.warn_once(
             f"DeepSpeed {deepspeed.__version__} was not tested with deep_opt_states {__version__}: results may differ "
             f"from stock's. It has all names that the plugin uses, so training goes on. To avoid the risk: "
             f"pip install deepspeed=={TESTED_DEEPSPEED[-1]}"

@@ -18,7 +18,6 @@ from deep_opt_states.names import __version__
 from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink, RunWriter, SlowCpu, UpdateReporter
 from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
 from deep_opt_states.runtime.accounting import AccountingDevice
-from deep_opt_states.zero.internals.log import log_rank_0, log_this_rank
 from deep_opt_states.zero.start.assembly import Assembly
 from perf_model.prediction.memory import MemoryKind, total_reserved
 from perf_model.schedule.placement import Placement
@@ -26,11 +25,10 @@ from perf_model.schedule.plan import UpdatePlan
 
 
 class EngineProgress:
-    """The step counts of a DeepSpeed engine, its monitor, and how often it prints; it keeps no engine alive."""
+    """The step counts of a DeepSpeed engine and its monitor; it keeps no engine alive."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
-        self._steps_per_print: float | None = engine.steps_per_print()
         self._monitor = engine.monitor
         self._progress = StepCounts(step=0, samples=0)
         self._plan: UpdatePlan
@@ -44,19 +42,17 @@ class EngineProgress:
     def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
         """Return the reporter of the updates that run on ``assembly``. Ranks above 0 only log slow CPU updates."""
         self._plan = assembly.running.plan
-        sinks: list[ReportSink] = [SlowCpu(log_this_rank)]
-        # No log on other ranks: without a process group, as at exit, DeepSpeed's logger would log there.
+        sinks: list[ReportSink] = [SlowCpu()]
         if dist.get_rank() > 0:
-            return UpdateReporter(_reported_plan(assembly), sinks, self.progress, lambda message: None)
-        if self._steps_per_print is not None:
-            sinks.append(ProgressLine(self._steps_per_print, log_rank_0))
+            return UpdateReporter(_reported_plan(assembly), sinks, self.progress)
+        sinks.append(ProgressLine(config.log_every))
         if self._monitor.enabled:
-            sinks.append(MonitorEvents(self._steps_per_print, self._monitor.write_events))
+            sinks.append(MonitorEvents(config.log_every, self._monitor.write_events))
         if config.report is not None:
             began = datetime.now().astimezone().isoformat(timespec="seconds")
             describe = partial(self._describe, assembly.context.device, began)
-            sinks.append(RunWriter(Path(config.report), self._steps_per_print, describe))
-        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, log_rank_0)
+            sinks.append(RunWriter(Path(config.report), config.log_every, describe))
+        return UpdateReporter(_reported_plan(assembly), sinks, self.progress)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
         """Report the next updates with the plan that ``assembly`` runs now."""
@@ -92,5 +88,8 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
         widths=widths,
         predict=None if planned.predict is None else partial(planned.predict, plan, assembly.running.uses),
         read_windows=assembly.running.windows.windows,
-        description=f"{planned.at_end(plan, widths)}\n  in all: {total_reserved(assembly.context.device.reserved)}",
+        description=[
+            *planned.at_end(plan, widths),
+            f"memory of rank 0: {total_reserved(assembly.context.device.reserved)}",
+        ],
     )

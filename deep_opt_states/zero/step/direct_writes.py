@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
+from deep_opt_states import log
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.internals.compat import Parameter
-from deep_opt_states.zero.internals.log import log_this_rank
 
 
 def checks_direct_writes() -> bool:
@@ -47,7 +47,7 @@ class DirectWrites:
             if name in self._named or _same_bits(copy, self._params[name].ds_tensor):
                 continue
             self._named.add(name)
-            log_this_rank(
+            log.warn_this_rank(
                 f"{CHECK_SWITCH}: the partition of {name} must only be written to by a call that waits for the update, "
                 f"found a direct write between step() and forward. Without {CHECK_SWITCH}, it is kept or lost by "
                 f"chance. Write in deepspeed.zero.GatheredParameters(..., modifier_rank=0), or read "

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deep_opt_states import log
 from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.plan import UpdatePlan
 
@@ -128,7 +128,7 @@ class EagerUpdates:
         if self._running.plan.eager and self._is_paused != (in_vain > MOST_IN_VAIN):
             self._is_paused = not self._is_paused
             change = "stop" if self._is_paused else "start again"
-            log_rank_0(
+            log.info(
                 f"updates in backward {change}: {in_vain} of the last {len(self._were_in_vain)} steps were clipped, "
                 f"skipped or changed after backward"
             )

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from deep_opt_states import log
 from deep_opt_states.device.cuda import AllocatorWatch, free_bytes, reserved_bytes
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
-from deep_opt_states.zero.internals.log import log_error, log_rank_0, log_this_rank
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.plan_request import PlanRequest
@@ -144,9 +144,7 @@ class GpuMemory:
         if is_short_anywhere and not self._plans_for_less:
             self._plans_for_less, self._may_restore, self._next_plan = True, False, self._steps + 1
             self._before_move()
-            log_rank_0(
-                "GPU memory is short: the states are evicted, and a plan for less memory follows in the next step"
-            )
+            log.info("GPU memory is short: the states are evicted, and a plan for less memory follows in the next step")
             with self.of_training.changing_plan():
                 self._running.evict()
         if self._next_plan == self._steps + 1 and self._steps >= FIRST_STEPS:
@@ -227,13 +225,13 @@ class GpuMemory:
                 windows, before = self._request.windows, self._request.evaluate(self._running.plan).added
                 added = found.planned.added
                 if must_move or added.total_s < (1 - LITTLE_GAIN) * before.total_s:
-                    log_rank_0(
+                    log.info(
                         f"{reason}, {windows}, predicted to add to an iteration {seconds(before.total_s)} -> "
                         f"{seconds(added.total_s)}, {seconds(added.exposed_s)} of it exposed: {found.plan}"
                     )
                     decisions = found.to_json_dict()
             except Exception as error:  # noqa: BLE001 (the running plan is valid, and training goes on with it)
-                log_error(error)
+                log.error(error)
         decisions = gather_values(decisions)[0]
         if decisions is None:
             return self._running.plan
@@ -245,13 +243,11 @@ class GpuMemory:
         with self.of_training.changing_plan():
             fits = self._running.restore()
         self.bytes = self._bytes_of_running()
-        held = f"{gigabytes(self.bytes)} of GPU memory"
         if not fits:
             self._may_restore = False
             self.budget.limit(self.bytes // 2)
-            log_this_rank(f"{held} could not be reserved: a larger gpu_memory_margin_gb leaves more free at start")
-        elif self.bytes:
-            log_this_rank(f"{held} hold optimizer states from now on")
+            held = f"{gigabytes(self.bytes)} of GPU memory"
+            log.warn_this_rank(f"{held} could not be reserved: a larger gpu_memory_margin_gb leaves more free at start")
 
     def _bytes_of_running(self) -> int:
         keeps_sums = None if self._running.is_evicted else self._running.gradients.have_device_accumulators
@@ -266,7 +262,8 @@ class GpuMemory:
             self.budget.count_retries(self.of_training.free_and_retries()[1], self.bytes)
             with self.of_training.changing_plan():
                 self._running.evict()
-            log_this_rank(f"{gigabytes(self.bytes)} of GPU memory are evicted {reason}. The CPU updates these states")
+            evicted = f"{gigabytes(self.bytes)} of GPU memory are evicted {reason}"
+            log.warn_this_rank(f"{evicted}. The CPU updates these states until a step has shown what training needs")
         self._available_bytes = None
         self._need_is_known = False
 
@@ -295,7 +292,7 @@ class GpuMemory:
     def _log_failure(self) -> None:
         if self.has_failed:
             held = gigabytes(self.bytes)
-            log_this_rank(f"an allocation has failed while optimizer states hold {held} of GPU memory. {REMEDY}")
+            log.warn_this_rank(f"an allocation has failed while optimizer states hold {held} of GPU memory. {REMEDY}")
 
 
 def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deep_opt_states import log
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
-from deep_opt_states.zero.internals.log import log_rank_0
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
@@ -90,7 +90,7 @@ class RunningPlan:
         was_evicted = self.is_evicted
         self.adopt(self.plan)
         if not was_evicted and not self.restore():
-            log_rank_0("the accelerator memory of the plan could not be reserved again: the CPU updates all units")
+            log.warn_this_rank("the plan's accelerator memory could not be reserved again: the CPU updates all units")
         self.gradients.copy_open_sums_from_host()
 
     def order_by(self, first_uses: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class RunningPlan:
         if ordered.schedule != plan.schedule:
             self.executor.load_plan(ordered.schedule, units)
             self.plan = ordered
-            log_rank_0(f"updates in the order in which forward uses the parameters from now on: {ordered}")
+            log.info(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
     def _set(self, plan: UpdatePlan) -> None:
         """Run ``plan``, without accelerator memory if evicted.

@@ -44,12 +44,12 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 
+from deep_opt_states import log
 from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.runtime.executor import Waiter
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
 from deep_opt_states.zero.internals.agreement import RanksDisagree, StepAgreement
-from deep_opt_states.zero.internals.log import log_error
 from deep_opt_states.zero.step.exposure import OnFinished
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.unit_waits import UnitWaits
@@ -242,7 +242,7 @@ class Update:
         """Log this rank's failure if it shows within a few seconds and nothing has raised it before."""
         if self._executor.failed_within(EXIT_TIMEOUT_S) and self._raised is not self._executor.failure:
             self._raised = self._executor.failure
-            log_error(UpdateFailed.because_of(self._executor.failure))
+            log.error(UpdateFailed.because_of(self._executor.failure))
 
     def clear_failure(self) -> None:
         """Allow updates again. The caller has restored every state from a checkpoint."""

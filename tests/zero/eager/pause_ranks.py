@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 
-from deep_opt_states.zero.step import eager as eager_updates
 from tests.launch import answer
 from tests.zero.behaviour.behaviour_variant import (
     BehaviourNet,
@@ -41,7 +40,7 @@ def train(block: Block) -> tuple[list[tuple[str, Any]], list[tuple[int, str]], l
     engine = variant.engine(BehaviourNet())
     for step in range(STEPS):
         engine.optimizer.clip_grad = 1e-3 if step in CLIPPED else 0.0
-        log = mock.patch.object(eager_updates, "log_rank_0", lambda line, step=step: lines.append((step, line)))
+        log = mock.patch("deep_opt_states.log.info", lambda line, step=step: lines.append((step, line)))
         with log, counted_speculations() as counts:
             loss = loss_of(engine(inputs(step)))
             engine.backward(loss * float("inf") if step == SKIPPED else loss)

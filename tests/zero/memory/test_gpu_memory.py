@@ -241,7 +241,7 @@ def test_retries_and_failures_of_allocations_for_a_plan_do_not_count(training: T
 @pytest.mark.promise("P6")
 def test_a_failed_allocation_is_logged_without_a_process_group(training: TrainingOfOneRank) -> None:
     filled(training)
-    with mock.patch("deep_opt_states.zero.internals.log.log_dist") as log, ExitStack() as resources:
+    with mock.patch("deep_opt_states.log.warn_this_rank") as log, ExitStack() as resources:
         training.memory.log_failure_at_exit(resources)
         training.failed += 1
     assert "an allocation has failed while optimizer states hold" in log.call_args.args[0]

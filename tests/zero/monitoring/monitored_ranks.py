@@ -24,7 +24,7 @@ from tests.zero.parity.case import CPU, STRIDE_2, Case
 from tests.zero.parity.training import Block, closing_engine, shared_folder, train
 from tests.zero.process_group import process_group
 
-STEPS, STEPS_PER_PRINT, OVERFLOWS_IN = 7, 3, 4
+STEPS, LOG_EVERY, OVERFLOWS_IN = 7, 3, 4
 SLOWED_S = 0.02
 
 
@@ -58,14 +58,14 @@ def monitored(folder: Path, hardware: str) -> dict[str, Any]:
         steps=STEPS,
         poisoned={OVERFLOWS_IN: float("inf")},
         extra={
-            "steps_per_print": STEPS_PER_PRINT,
+            "steps_per_print": 2,
             "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
             "tensorboard": {"enabled": True, "output_path": str(folder), "job_name": "tensorboard"},
             "wandb": {"enabled": True},
         },
     )
     wandb = sys.modules["wandb"] = Wandb()
-    block = {**STRIDE_2, "profile": hardware, "report": str(folder / "run")}
+    block = {**STRIDE_2, "log_every": LOG_EVERY, "profile": hardware, "report": str(folder / "run")}
     with shared_folder() as checkpoints, closing_engine(case, block) as engine:
         train(engine, case, checkpoints)
         reserved = sum(reservation.each_bytes for reservation in engine.optimizer.accounting_device.reserved)

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from deep_opt_states.cli.main import main
 from deep_opt_states.report.page import RecordedRun
 from tests.model.profiles import RATES, profile
-from tests.zero.monitoring.monitored_ranks import OVERFLOWS_IN, STEPS, STEPS_PER_PRINT
+from tests.zero.monitoring.monitored_ranks import LOG_EVERY, OVERFLOWS_IN, STEPS
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 EVERY_UPDATE = {
@@ -27,11 +27,11 @@ EVERY_UPDATE = {
     "d2h_gb_per_s",
     "gpu_share",
 }
-WHEN_PRINTED = {f"predicted_{quantity}_{suffix}" for quantity in ("update", "exposed") for suffix in ("s", "error")}
+WHEN_LOGGED = {"predicted_update_s", "predicted_exposed_s"}
 UPDATED = [step for step in range(1, STEPS + 1) if step != OVERFLOWS_IN + 1]
 """Steps from 1, as DeepSpeed counts them."""
 
-PRINTED = [step for step in UPDATED if step % STEPS_PER_PRINT == 0]
+LOGGED = [step for step in UPDATED if step % LOG_EVERY == 0]
 
 
 def write_profile(folder: Path) -> list[str]:
@@ -59,11 +59,13 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
     for step, name, value in first["logged"]:
         by_name.setdefault(name, {})[step] = value
     ours = {name.removeprefix("Train/Update/"): by_name[name] for name in by_name if "/Update/" in name}
-    assert set(ours) == EVERY_UPDATE | WHEN_PRINTED
+    # There is no error of an update of less than a millisecond.
+    assert {name for name in ours if not name.endswith("_error")} == EVERY_UPDATE | WHEN_LOGGED
     # The samples of a skipped step count, but the step has no update.
     samples = {step: step * first["batch"] for step in UPDATED}
     for name, values in ours.items():
-        assert list(values) == [samples[step] for step in (UPDATED if name in EVERY_UPDATE else PRINTED)], name
+        expected = [samples[step] for step in (UPDATED if name in EVERY_UPDATE else LOGGED)]
+        assert list(values) == expected or (name.endswith("_error") and set(values) < set(expected)), name
     assert set(by_name["Train/Samples/lr"]) >= set(ours["exposed_s"])
     for name in ("exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s"):
         assert min(ours[name].values()) > 0, name
@@ -82,10 +84,10 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
         assert scalars == pytest.approx(values, rel=1e-6)
 
 
-def test_an_update_is_logged_in_the_steps_in_which_deepspeed_prints(trained: TrainingOnce) -> None:
+def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(trained: TrainingOnce) -> None:
     first, second = trained.finished(2)
     lines = re.findall(r"\[deep_opt_states\] step=(\d+), update exposed=.*", first.output)
-    assert list(map(int, lines)) == PRINTED
+    assert list(map(int, lines)) == LOGGED
     (line, *_) = re.findall(r"\[deep_opt_states\] step=.*", first.output)
     pattern = (
         r"exposed=\S+ \S+ \(median of 3: .*\), hidden=.*, \S+ M params/s, h2d=\S+ GB/s, d2h=\S+ GB/s, "

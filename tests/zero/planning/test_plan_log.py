@@ -59,21 +59,21 @@ def test_the_reason_states_the_budget_that_the_user_has_set(
         f"Nothing is streamed: the budget of {budget} of GPU memory cannot hold a slot and the gradients, {taken}. "
         f'Set "gpu_memory_gb" to at least {needed}, lower "unit_size", or use more ranks.'
     )
-    assert found.at_start() == [f"{found.plan}. {reason}"]
-    assert found.at_end(found.plan, widths).splitlines()[-1].strip() == reason
+    assert found.at_start() == f"{found.plan}. {reason}"
+    assert found.at_end(found.plan, widths)[-1] == reason
 
 
 def test_without_a_budget_the_reason_is_that_free_memory_is_not_known_yet() -> None:
     found = planned()
     reason = "Nothing is streamed: the planner uses no GPU memory until the first steps have shown how much is free."
-    assert found.at_start() == [f"{found.plan}. {reason}"]
+    assert found.at_start() == f"{found.plan}. {reason}"
 
 
 def test_a_missing_gpu_kernel_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "The GPU Adam kernel needs Triton: pip install triton==3.6.0")
     found = planned()
     reason = "Nothing is streamed: The GPU Adam kernel needs Triton: pip install triton==3.6.0"
-    assert found.at_start() == [f"{found.plan}. {reason}"]
+    assert found.at_start() == f"{found.plan}. {reason}"
 
 
 def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() -> None:
@@ -82,22 +82,21 @@ def test_no_reason_is_logged_if_something_is_streamed_or_the_config_decides() ->
         planned(gpu_memory_gb=10.0, **WHOLE),
         planned(placement="cpu", profile="p.json"),
     ):
-        assert found.at_start() == [str(found.plan)]
-        assert "Nothing is streamed" not in found.at_end(found.plan, BF16)
+        assert found.at_start() == f"{found.plan}."
+        assert "Nothing is streamed" not in "".join(found.at_end(found.plan, BF16))
 
 
 def test_the_memory_of_each_placement_is_logged() -> None:
     found = planned(placement=by_layer("streamed", "cpu"), num_slots=1, **WHOLE)
-    assert found.at_end(found.plan, BF16).splitlines() == [
-        "planned for rank 0:",
-        "  cpu: 1 unit, 500,000,000 parameters, 8.00 GB of host memory",
-        "  streamed: 1 unit, 1,000,000,000 parameters, 16.0 GB of host memory, on the accelerator 1 slot of "
+    assert found.at_end(found.plan, BF16) == [
+        "cpu: 1 unit, 500,000,000 parameters, 8.00 GB of host memory",
+        "streamed: 1 unit, 1,000,000,000 parameters, 16.0 GB of host memory, on the accelerator 1 slot of "
         "12.0 GB and 2.00 GB of gradients",
     ]
     found = planned(placement=by_layer("resident", "streamed"), **WHOLE)
-    assert found.at_end(found.plan, BF16_SUMMED_IN_FP32).splitlines()[1:] == [
-        "  streamed: 1 unit, 500,000,000 parameters, 9.00 GB of host memory, on the accelerator 1 slot of 6.00 GB "
+    assert found.at_end(found.plan, BF16_SUMMED_IN_FP32) == [
+        "streamed: 1 unit, 500,000,000 parameters, 9.00 GB of host memory, on the accelerator 1 slot of 6.00 GB "
         "and 2.00 GB of gradients",
-        "  resident: 1 unit, 1,000,000,000 parameters, 18.0 GB of host memory, on the accelerator 12.0 GB of states "
+        "resident: 1 unit, 1,000,000,000 parameters, 18.0 GB of host memory, on the accelerator 12.0 GB of states "
         "and 4.00 GB of gradients",
     ]

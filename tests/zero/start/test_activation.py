@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent
 PLAIN = str(SCRIPTS / "plain_script.py")
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 STOCK = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-ACTIVATION_MODULES = {"deep_opt_states", "deep_opt_states.activation", "deep_opt_states.names"}
+ACTIVATION_MODULES = {"deep_opt_states", *(f"deep_opt_states.{name}" for name in ("activation", "log", "names"))}
 BLOCK = {"placement": "stride", "update_stride": 2}
 ZERO_3 = {"stage": 3, "sub_group_size": 64, "offload_optimizer": {"device": "cpu"}}
 
@@ -107,7 +107,8 @@ def test_without_the_block_the_optimizer_is_stock(reports: tuple[Report, Report]
 def test_without_the_block_only_the_activation_is_loaded(reports: tuple[Report, Report]) -> None:
     """Check that the hook loads neither ``deep_opt_states.zero``, ``perf_model``, nor any other package but wrapt."""
     hooked, unhooked = (set(report["engines"][0]["modules"]) for report in reports)
-    assert without_wrapt(hooked) - unhooked == ACTIVATION_MODULES
+    # DeepSpeed has loaded an extension, whose lock may have been left by a build that was killed.
+    assert without_wrapt(hooked) - unhooked == ACTIVATION_MODULES | {"deep_opt_states.waiting"}
     assert unhooked <= hooked
 
 
@@ -190,7 +191,7 @@ def test_import_torch_survives_a_broken_wrapt(error: str, tmp_path: Path) -> Non
     output = run("-W", "error", "-c", script, PYTHONPATH=str(tmp_path)).output
     assert "torch 2.0" in output
     name, _, argument = error.partition("(")
-    assert f"deep_opt_states cannot be activated: {name}: {argument[1:-2]}" in output
+    assert f"the plugin cannot be activated: {name}: {argument[1:-2]}" in output
 
 
 def without_wrapt(modules: set[str]) -> set[str]:

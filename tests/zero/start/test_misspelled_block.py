@@ -228,7 +228,7 @@ def test_a_misspelled_key_anywhere_is_a_warning_that_names_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    monkeypatch.setattr("deep_opt_states.zero.internals.log.log_rank_0", logged.append)
+    monkeypatch.setattr("deep_opt_states.log.warn", logged.append)
     monkeypatch.setattr(activation, "_warned_of", set())
     monkeypatch.setenv(ACCELERATE_FIELDS, launched_environment("deep_opt_states", tmp_path)[ACCELERATE_FIELDS])
     misspelled = {"deep_optimiser_states": {}, "off": {"deep_opt_states": False}}
@@ -262,8 +262,7 @@ def test_rank_0_warns_once_of_a_misspelled_key(tmp_path: Path) -> None:
             assert engine["optimizer"].endswith(".DeepSpeedZeroOptimizer_Stage3")
             # The warning loads no module of the plugin that needs torch: neither the config nor a class.
             ours = {name for name in engine["modules"] if name.startswith(("deep_opt_states.", "perf_model"))}
-            log = ("zero", "zero.internals", "zero.internals.log")
-            assert ours <= {f"deep_opt_states.{name}" for name in ("activation", "names", *log)}
+            assert ours <= {f"deep_opt_states.{name}" for name in ("activation", "names", "log", "waiting")}
     output = "".join(finished.output for finished in ranks)
     assert output.count('the key "deep_opt_states" in the DeepSpeed config has no effect') == 1
     assert 'did you mean "deep_optimizer_states"?' in ranks[0].output

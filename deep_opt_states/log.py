@@ -1,0 +1,83 @@
+"""The plugin's log, a logger of its own: information and warnings on rank 0, what one rank alone knows on that rank.
+
+A handler that the script has given to the logger ``deep_opt_states`` before the first line takes the place of ours, and
+its level is kept. The lines of our handler do not reach those of the root logger, which would show them twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+
+
+class PrefixedHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """A handler that prints each record after our name and, unless that is INFO, its level, as DeepSpeed on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Not the stdout of the first line: it may be closed.
+        self.stream = sys.stdout
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
+        return f"[deep_opt_states] {level}{super().format(record)}"
+
+
+@cache
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("deep_opt_states")
+    if not logger.handlers:
+        logger.addHandler(PrefixedHandler())
+        logger.propagate = False
+        logger.setLevel(logger.level or logging.INFO)
+    return logger
+
+
+_rank: int | None = None
+"""The rank when a process group was last seen: at exit there may be none any more."""
+
+
+def _this_rank() -> int:
+    global _rank
+    # No import: a program without torch.distributed, or with a part of it, has one rank.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", lambda: False)
+    if is_initialized():
+        _rank = sys.modules["torch.distributed"].get_rank()
+    by_launcher = os.environ.get("RANK", "")
+    return _rank if _rank is not None else int(by_launcher) if by_launcher.isdigit() else 0
+
+
+def info(message: str) -> None:
+    """Log ``message`` on rank 0."""
+    if _this_rank() == 0:
+        _logger().info(message)
+
+
+def warn(message: str) -> None:
+    """Log the warning ``message`` on rank 0."""
+    if _this_rank() == 0:
+        _logger().warning(message)
+
+
+info_once, warn_once = cache(info), cache(warn)
+
+
+def warn_this_rank(message: str) -> None:
+    """Log the warning ``message`` on this rank."""
+    _logger().warning(_prefix() + message)
+
+
+def info_this_rank(message: str) -> None:
+    """Log ``message`` on this rank."""
+    _logger().info(_prefix() + message)
+
+
+def error(failure: BaseException) -> None:
+    """Log ``failure`` with its traceback on this rank."""
+    _logger().error(f"{_prefix()}{failure}", exc_info=failure)
+
+
+def _prefix() -> str:
+    return f"rank {rank}: " if (rank := _this_rank()) > 0 else ""

@@ -1,0 +1,132 @@
+"""Log what a start waits for once that takes long: a build or its lock, other ranks, page-locking, a profile."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from wrapt import wrap_function_wrapper
+
+from deep_opt_states import log
+
+FIRST_S = 20.0
+"""The seconds after which a wait is logged. Each further line doubles its seconds."""
+
+CALLED_BY_STEPS = ("waiting.py", "agreement.py", "ranks.py")
+"""The files whose functions wait for other ranks on behalf of a step."""
+
+
+@contextmanager
+def waiting(what: str, explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
+    """Log on this rank if the body takes long, as a warning if ``explain`` has a text, and not if it returns None."""
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(what, explain, ended.wait), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _watch(what: str, explain: Callable[[], str | None], has_ended: Callable[[float], bool]) -> None:
+    began_s, pause_s, waited_s, was_logged = time.monotonic(), FIRST_S, 0.0, False
+    while not has_ended(pause_s):
+        waited_s = pause_s = waited_s + pause_s
+        text: str | None = ""
+        # A wait must not fail because of its explanation.
+        with suppress(Exception):
+            text = explain()
+        if text is not None:
+            was_logged = True
+            tell = log.warn_this_rank if text else log.info_this_rank
+            tell(f"{what}: {waited_s:.0f} s so far. {text}".rstrip())
+    if was_logged:
+        log.info_this_rank(f"{what}: done after {time.monotonic() - began_s:.0f} s")
+
+
+def watch_loader(loader: Any) -> None:
+    """Make ``load`` of ``loader``, PyTorch's module ``cpp_extension``, log the state of its lock when it takes long."""
+
+    def load(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        # DeepSpeed loads some extensions before it knows a config: the block cannot decide.
+        if "deepspeed" not in sys.modules:
+            return wrapped(*args, **kwargs)
+        name = args[0] if args else kwargs.get("name", "")
+
+        def explain() -> str | None:
+            folder = kwargs.get("build_directory") or loader._get_build_directory(name, False)
+            return _explain_lock(Path(folder) / "lock")
+
+        with waiting(f"compiling or loading the extension {name}", explain):
+            return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(loader, "load", load)
+
+
+def _explain_lock(lock: Path) -> str | None:
+    age = timedelta(seconds=int(time.time() - lock.stat().st_mtime))
+    processes = holders([lock])[lock]
+    if os.getpid() in processes:
+        return ""
+    if processes:
+        # Each rank of this node waits for the same build.
+        building = f"Process {', '.join(map(str, processes))} has been building it for {age}."
+        return building if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    return (
+        f"Its lock {lock} is {age} old, and no process of this user on this machine has it open: a build that was "
+        f"killed has left it. Unless another user or machine is building there now: rm {shlex.quote(str(lock))}"
+    )
+
+
+def holders(locks: Iterable[Path]) -> dict[Path, list[int]]:
+    """Return the processes of this user on this machine that have each of ``locks`` open."""
+    found: dict[Path, list[int]] = {lock: [] for lock in locks}
+    for file in Path("/proc").glob("[0-9]*/fd/*") if found else ():
+        for lock in found:
+            with suppress(OSError):
+                if os.path.samefile(file, lock):
+                    found[lock].append(int(file.parts[2]))
+    return found
+
+
+_collectives = count()
+
+
+def waiting_for_ranks() -> AbstractContextManager[None]:
+    """Log which ranks have not come to the collective in the body, if that takes long, on the first rank that has."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return nullcontext()
+    number = next(_collectives)
+    # The collective itself reports a store that is gone.
+    with suppress(RuntimeError):
+        distributed_c10d._get_default_store().set(_key(number, dist.get_rank()), "here")
+    return waiting("waiting for other ranks", partial(_missing_ranks, number, threading.get_ident()))
+
+
+def _key(number: int, rank: int) -> str:
+    return f"deep_opt_states/{number}/{rank}"
+
+
+def _missing_ranks(number: int, thread: int) -> str | None:
+    # A clone, because the waiting thread may hold the lock of its store in the first collective of NCCL.
+    store = cast(Any, distributed_c10d._get_default_store()).clone()
+    here = [store.check([_key(number, rank)]) for rank in range(dist.get_world_size())]
+    if any(here[: dist.get_rank()]):
+        return None
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    ours = [frame for frame in stack if Path(__file__).parent in Path(frame.filename).parents]
+    step = [frame for frame in ours if Path(frame.filename).name not in CALLED_BY_STEPS][-1]
+    missing = ", ".join(str(rank) for rank, is_here in enumerate(here) if not is_here) or "none"
+    return f"Missing in {step.name} ({Path(step.filename).name}:{step.lineno}): rank {missing}."
