@@ -47,7 +47,8 @@ def as_stage_3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config for ZeRO-1 or ZeRO-2 as one for ZeRO-3 that offloads the optimizer, with all other keys."""
     zero = {key: value for key, value in config["zero_optimization"].items() if key not in NOT_IN_STAGE_3}
     zero["stage"] = 3
-    if (zero.get("offload_optimizer") or {}).get("device") not in ("cpu", "nvme"):
+    offload = zero.get("offload_optimizer")
+    if not isinstance(offload, dict) or offload.get("device") not in ("cpu", "nvme"):
         zero["offload_optimizer"] = {"device": "cpu"}
     # ZeRO-2 keeps whole parameters, which scripts save.
     zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)
