@@ -18,6 +18,9 @@ CHECK_SWITCH = "DEEP_OPT_STATES_CHECK"
 ACCELERATE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 """The environment variable in which Accelerate's launcher lists the keys of ``deepspeed_config`` in its YAML file."""
 
+REPLACED_OPTIMIZER = "deep_opt_states_replaced"
+"""The attribute of an optimizer with the class of the one that Accelerate has replaced by it."""
+
 
 def resembles_config_key(key: object) -> bool:
     """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``."""

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import deep_opt_states
+from deep_opt_states import sharing
 from tests.launch import REPOSITORY
+from tools.sizes import MACHINES, commands, table_row
 
 PAGES = [
     REPOSITORY / line
@@ -72,6 +75,30 @@ def test_generated_parts_are_up_to_date() -> None:
     command = [sys.executable, str(REPOSITORY / "tools" / "generate_docs.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+SOME_SIZES = [line for machine in MACHINES for line in commands(machine)][2::7]
+"""A part of the lines of ``plan`` behind docs/sizes.md, which take a minute together."""
+
+
+@pytest.mark.parametrize("command", SOME_SIZES)
+def test_some_predicted_sizes_are_up_to_date(command: str) -> None:
+    row = table_row(command)
+    remedy = "Run `python tools/generate_docs.py --all` and commit the result."
+    assert row in (REPOSITORY / "docs/sizes.md").read_text(encoding="utf-8").splitlines(), remedy
+
+
+def test_the_reference_lists_what_may_be_imported() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \|", (REPOSITORY / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    exported = {f"{package.__name__}.{name}" for package in (deep_opt_states, sharing) for name in package.__all__}
+    files = {
+        str(path.relative_to(REPOSITORY))
+        for package in ("deep_opt_states", "perf_model")
+        for path in (REPOSITORY / package).rglob("*.py")
+        if "\n__all__ = " in path.read_text(encoding="utf-8")
+    }
+    assert files == {"deep_opt_states/__init__.py", "deep_opt_states/sharing/__init__.py"}
+    assert sorted(rows) == sorted(exported)
 
 
 def test_every_promise_has_a_test() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -11,6 +13,7 @@ from packaging.requirements import Requirement
 from deep_opt_states.names import __version__
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED
 from tests.compat.golden import TRIED_TORCH
+from tests.launch import REPOSITORY
 from tests.metadata import changelog, python_versions, setup
 
 
@@ -34,6 +37,30 @@ def test_the_metadata_names_the_author_the_license_and_the_versions_of_python() 
     assert all(setup("metadata")[key] for key in ("author", "description", "keywords", "license", "license_files"))
     assert python_versions() == ["3.10", "3.11", "3.12", "3.13"]
     assert setup("options")["python_requires"] == ">=3.10"
+
+
+def test_the_extra_of_the_examples_has_what_they_import() -> None:
+    imported = {
+        name.partition(".")[0]
+        for path in (REPOSITORY / "examples").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for name in _imported_names(node)
+    }
+    own = {path.stem for path in (REPOSITORY / "examples").iterdir()} | {"deep_opt_states"}
+    needed = {Requirement(line).name for line in setup("options")["install_requires"].splitlines() if _is_package(line)}
+    extra = set(setup("options.extras_require")["examples"].split())
+    assert imported - sys.stdlib_module_names - own - needed == extra
+    assert extra <= set(setup("options.extras_require")["test"].split())
+
+
+def _is_package(line: str) -> bool:
+    return bool(line) and not line.startswith("#")
+
+
+def _imported_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
 def test_the_changelog_has_this_version_and_a_section_for_the_next_one() -> None:

@@ -1,6 +1,7 @@
 """Write the generated parts of the documentation: config keys, releases that were tried, and the tests of each promise.
 
 ``python tools/generate_docs.py`` writes them; ``--check`` exits with 1 if a committed page differs, and writes nothing.
+Only ``--all`` also writes the predicted sizes, which takes a minute. A test checks some rows of them.
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
 
@@ -146,19 +147,35 @@ def _marked(marker: ast.expr) -> Iterator[str]:
         yield from (ast.literal_eval(argument) for argument in marker.args)
 
 
+def sizes_part() -> str:
+    """Return the tables of predicted sizes."""
+    from tools.sizes import sizes_tables
+
+    return sizes_tables()
+
+
+def from_stage_2_part() -> str:
+    """Return the table about ZeRO-2."""
+    from tools.sizes import from_stage_2_table
+
+    return from_stage_2_table()
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "config": ("docs/configuration.md", config_table),
     "releases of deepspeed": ("docs/compatibility.md", deepspeed_table),
     "releases of torch": ("docs/compatibility.md", torch_table),
     "releases of python": ("docs/compatibility.md", python_table),
     "promises": ("docs/testing.md", promise_table),
+    "from ZeRO-2": ("docs/sizes.md", from_stage_2_part),
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write every generated part, or compare it with ``--check``. Return the exit code."""
     stale = []
-    for name, (page, generate) in PARTS.items():
+    slow = {"sizes": ("docs/sizes.md", sizes_part)} if "--all" in arguments else {}
+    for name, (page, generate) in {**PARTS, **slow}.items():
         path = REPOSITORY / page
         text = path.read_text(encoding="utf-8")
         part = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)

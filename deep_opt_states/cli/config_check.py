@@ -8,6 +8,7 @@ from typing import Any
 from deep_opt_states.config import ConfigError, misplaced_error, parse_config
 from deep_opt_states.doctor import FAIL, OK, WARN, Finding
 from deep_opt_states.names import CONFIG_KEY, ignored_blocks
+from deep_opt_states.zero.start.older_stages import PARAGRAPH, refuse_older_stage
 from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 
@@ -17,10 +18,13 @@ def examine_config(path: Path) -> dict[str, Finding]:
     try:
         return {path.name: _check(_read(path))}
     except (ValueError, AssertionError) as error:
-        # Our errors consist of pairs of lines, the rule and the remedy, below a title if there are many.
-        lines = [line for line in str(error).splitlines() if not line.endswith(":")]
+        # Our errors consist of pairs of lines, the rule and the remedy, below a title if there are many. Paragraphs
+        # after them belong to the first remedy.
+        message, *more = str(error).split(PARAGRAPH)
+        lines = [line for line in message.splitlines() if not line.endswith(":")]
         if type(error) in (ConfigError, ProfileError, Unsupported) and len(lines) % 2 == 0:
             pairs = list(zip(lines[::2], lines[1::2], strict=True))
+            pairs[0] = (pairs[0][0], PARAGRAPH.join((pairs[0][1], *more)))
         else:
             pairs = [(f"DeepSpeed must accept the config, found that it raises {error}", "Correct this key.")]
         return {f"{path.name} ({number})": FAIL(*pair) for number, pair in enumerate(pairs, start=1)}
@@ -45,6 +49,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _check(raw: dict[str, Any]) -> Finding:
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    from deep_opt_states.zero.start.accelerated import KEPT, REMOVE_KEY, keeps_optimizer
     from deep_opt_states.zero.start.refusals import refuse_config
     from deep_opt_states.zero.start.release import check_release
 
@@ -63,9 +68,12 @@ def _check(raw: dict[str, Any]) -> Finding:
     if config.profile is not None:
         HardwareProfile.read(Path(config.profile))
     check_release()
+    refuse_older_stage(raw)
     # Trainer fills in the values that are "auto", and the batch depends on the number of ranks.
     known = _without_auto({key: value for key, value in raw.items() if key != "train_batch_size"})
     refuse_config(DeepSpeedConfig({**known, "train_micro_batch_size_per_gpu": 1}))
+    if keeps_optimizer(raw):
+        return WARN(f'"zero_force_ds_cpu_optimizer": false: {KEPT}', REMOVE_KEY)
     return OK(f"accepted, with placement {config.placement!r}")
 
 

@@ -29,12 +29,18 @@ def run(options: argparse.Namespace) -> int:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    below_the_table = []
     for topic, finding in findings.items():
-        text = finding.found + (f"\n-> {finding.remedy}" if finding.remedy else "")
+        remedy, *more = finding.remedy.split("\n\n")
+        below_the_table += more
+        text = finding.found + (f"\n-> {remedy}" if remedy else "")
         # The value found may contain square brackets, which are markup in a str.
         table.add_row(Text(finding.status.value, STYLES[finding.status]), Text(topic), Text(text))
     console.print(table)
     console.print()
+    for text in below_the_table:
+        # To paste: rich would wrap long lines.
+        print(f"{text}\n")
     failed = [topic for topic, finding in findings.items() if finding.status is Status.FAIL]
     console.print(Text(f"FAIL: {', '.join(failed)}; see the remedies (->) above." if failed else "Training can start."))
     return int(bool(failed))

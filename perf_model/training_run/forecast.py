@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from perf_model.plan_request import PlanRequest
-from perf_model.prediction.cost import CostModel, stock_speed_up
+from perf_model.prediction.cost import CostModel, DiskRates, stock_speed_up
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import (
     GPU_MARGIN_BYTES,
@@ -265,15 +265,8 @@ class Forecast:
         return self._iteration(self._of_plugin, update.update_s, update.added, path)
 
     def _deepspeed(self, residents: int) -> Outcome:
-        plan, widths = self._plan_of_deepspeed(residents), self._copied
-        reserved = MemoryUse.from_reservations(reserved_by_stock(plan, widths))
-        if self.job.offload_param and widths.rounds:
-            # The trained parameters. The budget is what the frozen ones leave.
-            reserved = replace(reserved, host_bytes=reserved.host_bytes + plan.workload.numel * PARAM_BYTES)
-        disk = self.job.disk if residents == 0 and self.planned.plan.workload.on_disk_numel else None
-        if disk is not None:
-            reserved = self._memory_of_stock_on_nvme(plan)
-        if missing := self.budgets.missing(reserved):
+        plan, widths, disk = self._plan_of_deepspeed(residents), self._copied, self._disk_of_deepspeed(residents)
+        if missing := self.budgets.missing(self._reserved_by_deepspeed(residents)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         cost = CostModel.for_stock(self._profile, widths)
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
@@ -287,6 +280,19 @@ class Forecast:
             update_s = max(update_s, plan.numel(Placement.CPU) / (stock_speed_up(widths) * step_params_per_s))
         rates = replace(self._rates, overheads=self._rates.overheads.of_stock)
         return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan, widths))
+
+    def _disk_of_deepspeed(self, residents: int) -> DiskRates | None:
+        return self.job.disk if residents == 0 and self.planned.plan.workload.on_disk_numel else None
+
+    def _reserved_by_deepspeed(self, residents: int) -> MemoryUse:
+        plan, widths = self._plan_of_deepspeed(residents), self._copied
+        if self._disk_of_deepspeed(residents) is not None:
+            return self._memory_of_stock_on_nvme(plan)
+        reserved = MemoryUse.from_reservations(reserved_by_stock(plan, widths))
+        if self.job.offload_param and widths.rounds:
+            # The trained parameters. The budget is what the frozen ones leave.
+            reserved = replace(reserved, host_bytes=reserved.host_bytes + plan.workload.numel * PARAM_BYTES)
+        return reserved
 
     def _memory_of_stock_on_nvme(self, plan: UpdatePlan) -> MemoryUse:
         """Return the host memory: accumulated gradients, and a buffer per state and gradient of the largest sub-group.
@@ -338,7 +344,15 @@ class Forecast:
         It includes the model, activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for
         it.
         """
-        optimizer, ranks, training_bytes = self.planned.memory, self.job.ranks_on_node, self._bytes_of(self._training)
+        return self._with_training(self.planned.memory)
+
+    @property
+    def memory_of_stock(self) -> MemoryUse:
+        """Return the peak memory of training with stock's offload, also if it does not fit."""
+        return self._with_training(self._reserved_by_deepspeed(residents=0))
+
+    def _with_training(self, optimizer: MemoryUse) -> MemoryUse:
+        ranks, training_bytes = self.job.ranks_on_node, self._bytes_of(self._training)
         gpu_bytes, host_bytes = 0, optimizer.host_bytes + training_bytes
         if self._has_gpu:
             taken_bytes = optimizer.gpu_bytes + training_bytes

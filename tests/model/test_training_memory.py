@@ -260,6 +260,19 @@ def test_host_memory_keeps_room_for_the_system_and_the_processes() -> None:
         Forecast(job, WITH_GPU, replace(fits, host=unlimited.memory.host_bytes - 4), Overlap(), [100_000_000])
 
 
+@pytest.mark.parametrize("offload_param", [False, True])
+def test_stock_runs_exactly_where_its_memory_fits(offload_param: bool) -> None:
+    job = Job(
+        shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=2048, offload_param=offload_param
+    )
+    limits = MemoryLimits(gpu=60 * GB, host=None)
+    needed = Forecast(job, WITH_GPU, limits, Overlap(), [100_000_000]).memory_of_stock.host_bytes
+    for host, outcome in ((needed, PredictedIteration), (needed - 4, Infeasible)):
+        found = Forecast(job, WITH_GPU, replace(limits, host=host), Overlap(), [100_000_000])
+        assert isinstance(found.baselines["stock"], outcome)
+        assert found.memory_of_stock.host_bytes == needed
+
+
 def test_frozen_parameters_have_no_gradients_in_gpu_memory() -> None:
     job = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=128)
     lora = replace(job, trainable_share=0.01)

@@ -17,6 +17,8 @@ from deep_opt_states.config import Config
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_least
+from deep_opt_states.zero.start.accelerated import CONVERSION
+from deep_opt_states.zero.start.older_stages import refuse_older_stage
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 _INSTALL_NEWEST = f"Install it with pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
@@ -34,6 +36,7 @@ class Rule(NamedTuple):
 
 def refuse_config(ds_config: Any) -> None:
     """Raise ``Unsupported`` for the first broken group of rules: later groups read values that it guarantees."""
+    refuse_older_stage(param_dict(ds_config))
     for rules in (_LATER_FEATURES, _STAGE, _CONFIG):
         _refuse(rules, ds_config)
 
@@ -240,9 +243,9 @@ _OPTIMIZER = (
     Rule(
         "optimizer",
         "must be DeepSpeedCPUAdam, which DeepSpeed creates for Adam and AdamW when it offloads",
-        'Set "optimizer": {"type": "AdamW", ...}, or pass deepspeed.ops.adam.DeepSpeedCPUAdam to initialize(). '
-        "Accelerate and Trainer convert PyTorch Adam and AdamW to it unless the config sets "
-        '"zero_force_ds_cpu_optimizer": false.',
+        f'Remove "zero_force_ds_cpu_optimizer": false. {CONVERSION} '
+        'Without them, set "optimizer": {"type": "AdamW", ...} without "torch_adam", or pass '
+        "deepspeed.ops.adam.DeepSpeedCPUAdam to initialize().",
         lambda optimizer: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         (f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",),
     ),

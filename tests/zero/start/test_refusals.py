@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "fp16 autocast": ("torch_autocast.dtype: must not be float16, found torch.float16", "use bfloat16"),
     "muon": ('optimizer.type: must be "Adam" or "AdamW", or absent, found muon', '"type": "AdamW"'),
     "torch adam": ("optimizer: must be DeepSpeedCPUAdam", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    "sgd": ("found torch.optim.sgd.SGD", "pass deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "sgd": ("found torch.optim.sgd.SGD.\nRemove", 'Remove "zero_force_ds_cpu_optimizer": false. Accelerate and the'),
     "step hooks": ("optimizer (step hooks): must be none, found 1", "remove them"),
     "quantised gradients": ("zero_quantized_gradients: must be false, found True", "remove it"),
     "datastates": ("datastates_ckpt: must be absent, found {}", "decoupled writer saves in the background"),
