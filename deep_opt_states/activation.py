@@ -66,9 +66,8 @@ def _hook_engine(module: Any) -> None:
         return wrapped(*args, **kwargs)
 
     def save_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if plugin := _plugin_for(getattr(engine, "_config", None)):
-            return plugin.save_checkpoint(wrapped, engine, args, kwargs)
-        return wrapped(*args, **kwargs)
+        plugin = _plugin_for(getattr(engine, "_config", None))
+        return plugin.save_checkpoint(wrapped, engine, args, kwargs) if plugin else wrapped(*args, **kwargs)
 
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
         # No update exists if this module was never imported.

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deep_opt_states.zero.internals.compat import checkpoint_writers
 from perf_model.units import size
 
 
@@ -45,15 +46,17 @@ class KeptError:
             raise self.error
 
 
-def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any, kept: KeptError) -> Any:
-    """Save a checkpoint with DeepSpeed's method, in which errors of writes go to ``kept``."""
+def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
+    """Replace ``DeepSpeedEngine.save_checkpoint``. All ranks raise if one could not write a file."""
+    optimizer = engine.optimizer
+    # Any other optimizer saves as with stock.
+    if not isinstance(getattr(optimizer, "kept_error", None), KeptError):
+        return wrapped(*args, **kwargs)
     with ExitStack() as replaced:
-        replaced.callback(setattr, kept, "error", None)
-        for owner, name in (
-            (engine.checkpoint_engine, "makedirs"),
-            (engine.checkpoint_engine, "save"),
-            (engine, "_copy_recovery_script"),
-        ):
+        # Without what an interrupt may leave in it, which a load would raise.
+        replaced.callback(setattr, optimizer, "kept_error", KeptError())
+        optimizer.kept_error = kept = KeptError()
+        for owner, name in checkpoint_writers(engine):
             attributes = vars(owner)
             before = {name: attributes[name]} if name in attributes else {}
             replaced.callback(attributes.update, before)

@@ -35,8 +35,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     _states: AssignedStates
     _update: Update
     _evict: Callable[[str], None]
-    kept_error: KeptError
-    """The error of this rank's writes of a checkpoint, until all ranks raise."""
+    kept_error = KeptError()
+    """The error of this rank's writes in a save, for which ``save_checkpoint`` assigns another object."""
 
     # --- Attributes that wait for the update, which does not exist while stock's constructor runs ---
 

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deep_opt_states.config import Config
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
-from deep_opt_states.zero.checkpoint_saving import save_checkpoint as save_and_keep_error
+from deep_opt_states.zero.checkpoint_saving import save_checkpoint  # noqa: F401 (for the activation)
 from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
@@ -133,10 +133,3 @@ def check_checkpoint(engine: Any, args: Any, kwargs: Any) -> None:
     """Raise ``CheckpointError`` on every rank if our engine cannot load these files. This is a collective."""
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(engine, args, kwargs)
-
-
-def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Save a checkpoint. All ranks of our engine raise if one of them could not write a file. This is a collective."""
-    if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
-        return save_and_keep_error(wrapped, engine, args, kwargs, engine.optimizer.kept_error)
-    return wrapped(*args, **kwargs)

@@ -23,7 +23,6 @@ from deep_opt_states.device.kernels.adam import AdamStep
 from deep_opt_states.report.line import UpdateReporter
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.assigned_states import AssignedStates
-from deep_opt_states.zero.checkpoint_saving import KeptError
 from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.compat import (
     forget_gradient_buffers,
@@ -93,7 +92,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._gradients = running.gradients
         self.fp32_partitioned_groups_flat = assembly.masters
         self._states = AssignedStates(self, running.memory)
-        self.kept_error = KeptError()
         self.report = self._progress.make_report(self._config, assembly)
         self._update = Update(running, defers=assembly.context.defers, on_finished=self._updated)
         self.subgroup_to_device = dict.fromkeys(range(len(assembly.masters)), "cpu")

@@ -152,12 +152,14 @@ def fill_the_disk(disk: Path) -> None:
         filler.unlink(missing_ok=True)
         dist.barrier()
         engine.save_checkpoint(str(saved))
+    with closing_engine(case_of(2), None) as engine:
+        train(engine, 0, 2)
+        engine.save_checkpoint(str(disk / "stock"))
     records = []
-    for resumes in (False, True):
+    for folder in ("stock", "saved"):
         with closing_engine(case_of(2), None) as engine:
-            if resumes:
-                engine.load_checkpoint(str(saved))
-            train(engine, 2 if resumes else 0, 3)
+            engine.load_checkpoint(str(disk / folder))
+            train(engine, 2, 3)
             records.append(Record())
             collect(engine.optimizer, records[-1])
     assert differences(*records) == []
