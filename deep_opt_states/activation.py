@@ -65,6 +65,10 @@ def _hook_engine(module: Any) -> None:
             plugin.check_checkpoint(engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
+    def save_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+        plugin = _plugin_for(getattr(engine, "_config", None))
+        return plugin.save_checkpoint(wrapped, engine, args, kwargs) if plugin else wrapped(*args, **kwargs)
+
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
         # No update exists if this module was never imported.
         hooks = sys.modules.get("deep_opt_states.zero.internals.partition_hooks")
@@ -84,6 +88,7 @@ def _hook_engine(module: Any) -> None:
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
     _wrap(module, "DeepSpeedEngine", "load_checkpoint", load_checkpoint)
+    _wrap(module, "DeepSpeedEngine", "save_checkpoint", save_checkpoint)
 
 
 def _hook_config(module: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from perf_model.cli.planning_commands import new_program
+from perf_model.cli.planning_commands import interruptible, new_program
 
 COMMANDS_THAT_NEED_TORCH = ("profile", "doctor", "report", "delink")
 
 
+@interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in ``arguments``, which default to those of the process, and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments

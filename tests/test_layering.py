@@ -143,6 +143,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.log",
         "deep_opt_states.zero.assigned_states",
         "deep_opt_states.zero.checkpoint_contents",
+        "deep_opt_states.zero.checkpoint_saving",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.start",
         "deep_opt_states.zero.step",
@@ -161,6 +162,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "perf_model.schedule",
     },
     "deep_opt_states.zero.checkpoint_contents": {"deep_opt_states.zero.internals"},
+    "deep_opt_states.zero.checkpoint_saving": {"deep_opt_states.zero.internals", "perf_model.units"},
     "deep_opt_states.zero.checkpoint_check": {
         "deep_opt_states.zero.checkpoint_contents",
         "deep_opt_states.zero.internals",
@@ -175,6 +177,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.log",
         "deep_opt_states.names",
         "deep_opt_states.zero.checkpoint_check",
+        "deep_opt_states.zero.checkpoint_saving",
         "deep_opt_states.zero.enabled",
         "deep_opt_states.zero.internals",
         "deep_opt_states.zero.stage3",

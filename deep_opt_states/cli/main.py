@@ -7,9 +7,10 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from perf_model.cli.planning_commands import new_program
+from perf_model.cli.planning_commands import interruptible, new_program
 
 
+@interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``arguments`` and return its exit code. Raise ``SystemExit(2)`` for unknown arguments."""
     parser, commands = new_program("deep-opt-states", "Interleaved optimizer offloading for DeepSpeed.")

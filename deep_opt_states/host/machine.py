@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,8 @@ def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
-        node = int((devices / place / "numa_node").read_text())
-    except (OSError, ValueError):
+        node = int(_text(devices / place / "numa_node"))
+    except ValueError:
         return None
     # The kernel reports -1 if the firmware does not define the node, as in many virtual machines.
     return node if node >= 0 else None
@@ -121,19 +120,24 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     return tuple(cpus)
 
 
+def _text(file: Path) -> str:
+    """Return the text of a file of the kernel, empty if it is missing or a sandbox does not let this user read it."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
 def _list_in(file: Path) -> tuple[int, ...]:
     try:
-        return parse_cpu_list(file.read_text())
-    except (OSError, ValueError):
+        return parse_cpu_list(_text(file))
+    except ValueError:
         return ()
 
 
 def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
     """Return an identifier of the running kernel, the same in all its containers, or the host's name if it has none."""
-    try:
-        return boot_id.read_text().strip()
-    except OSError:
-        return platform.node()
+    return _text(boot_id) or platform.node()
 
 
 def memlock_limit_bytes() -> int | None:
@@ -161,8 +165,8 @@ def gpu() -> Gpu | None:
 
 def driver_version(loaded: Path = Path("/sys/module/nvidia/version")) -> str:
     """Return the version of NVIDIA's driver; empty if there is none, or if it cannot be determined."""
-    with suppress(OSError):
-        return loaded.read_text().strip()
+    if version := _text(loaded):
+        return version
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -173,7 +177,7 @@ def driver_version(loaded: Path = Path("/sys/module/nvidia/version")) -> str:
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the model name of the CPU, or the architecture if the kernel does not report a name (as on ARM)."""
-    names = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
+    names = re.findall(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
     return names[0].strip() if names else platform.machine()
 
 
@@ -182,9 +186,9 @@ def last_level_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int 
     caches: dict[int, dict[str, int]] = {}
     for folder in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
-            level, shared, size = ((folder / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
+            level, shared, size = (_text(folder / name) for name in ("level", "shared_cpu_list", "size"))
             caches.setdefault(int(level), {})[shared] = int(size.removesuffix("K")) * 1024
-        except (OSError, ValueError):
+        except ValueError:
             continue
     return sum(caches[max(caches)].values()) if caches else None
 
@@ -193,27 +197,23 @@ def cgroup_folders(
     controller: str, membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors, of version 2 and of version 1's ``controller``."""
-    for line in membership.read_text().splitlines():
+    for line in _text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         top = root / controller if controllers else root
         folder = top / path.lstrip("/")
         # Inside a container, the path may be that of the host, of which only the top folder is mounted.
-        yield from (level for level in (folder, *folder.parents) if level.is_relative_to(top) and level.is_dir())
+        yield from (level for level in (folder, *folder.parents) if level.is_relative_to(top))
 
 
 def core_quota(folders: Iterable[Path]) -> float | None:
     """Return the smallest limit of CPU time of the cgroups in ``folders``, in cores; None if unlimited."""
     quotas = []
     for folder in folders:
-        if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text().split()
-        elif (folder / "cpu.cfs_quota_us").is_file():
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        else:
-            continue
-        if quota not in ("max", "-1"):
+        of_version_1 = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, _, period = (_text(folder / "cpu.max") or " ".join(of_version_1)).partition(" ")
+        if quota not in ("", "max", "-1"):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
@@ -231,7 +231,7 @@ def memory_left_bytes(folders: Iterable[Path]) -> int | None:
 def _memory_limits(folders: Iterable[Path]) -> Iterator[tuple[Path, int]]:
     for folder in folders:
         for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-            limit = file.read_text().strip() if file.is_file() else "max"
+            limit = _text(file) or "max"
             # In version 1, the largest multiple of the page size means unlimited.
             if limit != "max" and int(limit) < 2**62:
                 yield folder, int(limit)
@@ -240,8 +240,7 @@ def _memory_limits(folders: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 def _in_use_bytes(folder: Path) -> int:
     """Return the memory in use without the file cache that can be reclaimed immediately; 0 if unknown."""
     for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
-        if (folder / usage).is_file() and (folder / "memory.stat").is_file():
-            pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            reclaimable = {name: int(value) for name, value in pairs}.get(cache, 0)
-            return int((folder / usage).read_text()) - reclaimable
+        if (used := _text(folder / usage)) and (found := _text(folder / "memory.stat")):
+            reclaimable = {name: int(value) for name, value in map(str.split, found.splitlines())}.get(cache, 0)
+            return int(used) - reclaimable
     return 0

@@ -14,7 +14,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deep_opt_states import log
 from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.checkpoint_contents import MOMENTS
-from deep_opt_states.zero.internals.agreement import wait_for_all_ranks
+from deep_opt_states.zero.checkpoint_saving import KeptError
+from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.compat import all_gather_partitions, flat_parameters, partition_rank
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
@@ -34,6 +35,8 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
     _states: AssignedStates
     _update: Update
     _evict: Callable[[str], None]
+    kept_error = KeptError()
+    """The error of this rank's writes in a save, for which ``save_checkpoint`` assigns another object."""
 
     # --- Attributes that wait for the update, which does not exist while stock's constructor runs ---
 
@@ -171,7 +174,7 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         self._update.raise_if_failed()
         super().checkpoint_event_epilogue()
         # Rank 0 marks a saved checkpoint as the latest only after all ranks have written their files.
-        wait_for_all_ranks()
+        raise_together(self.kept_error.raise_first)
 
     def _rigid_load_state_dict(self, state_dict: Any, load_optimizer_states: bool = True) -> None:
         self._empty_param_groups()

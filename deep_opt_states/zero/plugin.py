@@ -18,6 +18,7 @@ from deep_opt_states import log
 from deep_opt_states.config import Config
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
+from deep_opt_states.zero.checkpoint_saving import save_checkpoint  # noqa: F401 (for the activation)
 from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict

@@ -6,9 +6,10 @@ import argparse
 import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import NoReturn
@@ -43,6 +44,20 @@ def installed_version() -> str | None:
         return metadata.version("deep_opt_states")
     except metadata.PackageNotFoundError:
         return None
+
+
+def interruptible(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Wrap the main function of a program, so that Ctrl-C ends it with one line on stderr and the exit code 130."""
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except KeyboardInterrupt:
+            print("\nInterrupted by Ctrl-C.", file=sys.stderr)
+            return 128 + signal.SIGINT
+
+    return run
 
 
 def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._SubParsersAction[CommandParser]]:

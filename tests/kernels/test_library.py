@@ -12,7 +12,10 @@ import pytest
 from deep_opt_states.device.kernels import library
 from deep_opt_states.device.kernels.library import FLAGS, KernelUnavailable
 
-REMEDY = "It needs a C++ compiler with OpenMP (apt-get install g++, or set CXX) and ninja (pip install ninja)."
+REMEDY = (
+    "It needs a C++ compiler with OpenMP (apt-get install g++, or set CXX), ninja (pip install ninja), and a folder "
+    "that this user can write to (set TORCH_EXTENSIONS_DIR)."
+)
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,8 @@ def _loaded() -> Library | KernelUnavailable:
     except (OSError, RuntimeError, ImportError, SubprocessError) as error:
         unavailable = KernelUnavailable(
             f"The C++ Adam kernel cannot be compiled or loaded ({type(error).__name__}: {_summary(error, folder)}).\n"
-            "It needs a C++ compiler with OpenMP (apt-get install g++, or set CXX) and ninja (pip install ninja)."
+            "It needs a C++ compiler with OpenMP (apt-get install g++, or set CXX), ninja (pip install ninja), and a "
+            "folder that this user can write to (set TORCH_EXTENSIONS_DIR)."
         )
         unavailable.__cause__ = error
         return unavailable

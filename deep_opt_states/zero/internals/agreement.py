@@ -55,12 +55,6 @@ def gather_values(value: Value) -> list[Value]:
     return values
 
 
-def wait_for_all_ranks() -> None:
-    """Wait until every rank has called this."""
-    with waiting_for_ranks():
-        comm.cdb.barrier()
-
-
 def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
     """Run ``run`` on every rank, and return its value if it fails on none and its descriptions are the same."""
     failure: Exception | None = None

@@ -52,6 +52,12 @@ def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], in
     return [own] if own in found else found, len(found), optimizer
 
 
+def checkpoint_writers(engine: Any) -> tuple[tuple[Any, str], ...]:
+    """Return the owners and names of the methods by which a rank writes files of a checkpoint."""
+    writer = engine.checkpoint_engine
+    return (writer, "makedirs"), (writer, "save"), (engine, "_copy_recovery_script")
+
+
 def has_custom_loading(module: torch.nn.Module) -> bool:
     """Return whether hooks, or methods that are not PyTorch's, decide which state dicts the module can load."""
     methods = [module.load_state_dict, *(inner._load_from_state_dict for inner in module.modules())]

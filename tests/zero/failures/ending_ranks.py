@@ -12,12 +12,16 @@ import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from tests.fork_server import import_all
@@ -28,6 +32,7 @@ from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import make_engine
 from tests.zero.rank_group import Rank, fork
 
+PHASES = ("forward", "backward", "step", "update", "save")
 WAYS = {
     "ends": (2,),
     "raises": (1, 2),
@@ -37,15 +42,17 @@ WAYS = {
     "destroys the group": (2,),
     "SIGTERM": (2,),
     "SIGTERM with a handler": (2,),
+    **{f"SIGTERM in {phase}": (2,) for phase in PHASES},
 }
 """The ways to end, each with the numbers of ranks to try.
 
 ``rank 0 raises``: rank 1 continues. ``update hangs``: one update never ends. ``destroys the group``: the script
 destroys the process group, and not the engine. ``SIGTERM with a handler``: the script has
-installed a handler that exits.
+installed a handler that exits. So it has for ``SIGTERM in`` a phase after its first step and checkpoint; ``update`` is
+a moment at which the worker updates.
 """
 
-TIMEOUT_S = 40
+TIMEOUT_S = 80
 """The time after which a child is aborted, so that its exit code is wrong."""
 
 UPDATE_S = 0.05
@@ -70,13 +77,15 @@ def run(child: Child) -> None:
 
     def delay_or_fail(update: RangeUpdate) -> None:
         time.sleep(UPDATE_S)
+        if child.way == "SIGTERM in update" and engine.global_steps == 2:
+            terminate()
         if child.way == "update fails" and (update.sub_group, update.element_range) == (1, part.elements):
             raise ValueError("injected failure")
         if child.way == "update hangs" and (update.sub_group, update.element_range) == (1, part.elements):
             time.sleep(1000)
 
     before_each_update(delay_or_fail).__enter__()
-    if child.way == "SIGTERM with a handler":
+    if child.way.startswith("SIGTERM "):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)
 
@@ -92,8 +101,36 @@ def run(child: Child) -> None:
     if child.way == "destroys the group":
         step()
         dist.destroy_process_group()
+    if child.way.startswith("SIGTERM in"):
+        saved = str(child.output.parent / f"saved {child.way}")
+        engine.save_checkpoint(saved)
+        with terminated_in(child.way.rpartition(" ")[2], engine):
+            step()
+            engine.save_checkpoint(saved)
     while child.way in ("rank 0 raises", "SIGTERM", "SIGTERM with a handler"):
         step()
+
+
+def terminate(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_in(phase: str, engine: Any) -> AbstractContextManager[object]:
+    """Send SIGTERM to this process when ``phase`` is reached inside the block. ``run`` does it in an update."""
+    if phase == "forward":
+        engine.module.layers[1].register_forward_pre_hook(terminate)
+    elif phase == "backward":
+        engine.module.layers[1].register_full_backward_hook(terminate)
+    elif phase == "step":
+        return mock.patch.object(engine.optimizer, "_optimizer_step", terminate)
+    elif phase == "save":
+        return mock.patch.object(TorchCheckpointEngine, "save", write_half)
+    return nullcontext()
+
+
+def write_half(_: object, state_dict: Any, path: str) -> None:
+    Path(path).write_bytes(b"half")
+    terminate()
 
 
 def wait(children: list[Child]) -> None:

@@ -81,6 +81,5 @@ def _filled_in(config: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    assert plugin.warn_of_replaced_optimizer is accelerated.warn_of_replaced_optimizer
     with process_group():
         main()

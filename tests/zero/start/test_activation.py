@@ -113,11 +113,11 @@ def test_without_the_block_only_the_activation_is_loaded(reports: tuple[Report, 
 
 
 @in_one_worker
-def test_deepspeed_is_stock_except_for_five_wrappers(reports: tuple[Report, Report]) -> None:
+def test_deepspeed_is_stock_except_for_six_wrappers(reports: tuple[Report, Report]) -> None:
     """Check the wrappers. ``__init__`` ends updates of other engines, and the next one makes the optimizer.
 
     The others only check: the first each config, the fourth each engine that has its optimizer, since stage 0 never
-    configures a ZeRO optimizer, and the last each checkpoint before it is loaded.
+    configures a ZeRO optimizer, and the last two each checkpoint: before it is loaded, and whether all of it was saved.
     """
     hooked, unhooked = reports
     assert hooked["wrapped"] == [
@@ -126,6 +126,7 @@ def test_deepspeed_is_stock_except_for_five_wrappers(reports: tuple[Report, Repo
         "deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer",
         "deepspeed.runtime.engine.DeepSpeedEngine._do_sanity_check",
         "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint",
+        "deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint",
     ]
     assert unhooked["wrapped"] == []
     ours, stock = hooked["engine attributes"], unhooked["engine attributes"]
@@ -135,6 +136,7 @@ def test_deepspeed_is_stock_except_for_five_wrappers(reports: tuple[Report, Repo
         "_configure_zero_optimizer",
         "_do_sanity_check",
         "load_checkpoint",
+        "save_checkpoint",
     }
 
 

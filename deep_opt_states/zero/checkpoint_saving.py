@@ -1,0 +1,80 @@
+"""Keep the error of a rank that cannot write a file of a checkpoint until all ranks can raise it.
+
+With stock, the other ranks would wait in a collective for a rank that has raised, and PyTorch's error for a full disk
+names neither the file nor the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deep_opt_states.zero.internals.compat import checkpoint_writers
+from perf_model.units import size
+
+
+class CheckpointNotSaved(RuntimeError):
+    """The error for a checkpoint of which a file could not be written. ``latest`` was not changed."""
+
+
+class KeptError:
+    """The first error of this rank's writes in a save, None if there is none."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def keep(self, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``write``, whose path is its last argument or ``path``, and keep its error. Write nothing after one."""
+        if self.error is not None:
+            return None
+        try:
+            return write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            self.error = _explained(Path(kwargs["path"] if "path" in kwargs else args[-1]), error)
+            self.error.__cause__ = error
+        except Exception as error:  # noqa: BLE001 (``raise_first`` raises it)
+            self.error = error
+        return None
+
+    def raise_first(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+
+def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
+    """Replace ``DeepSpeedEngine.save_checkpoint``. All ranks raise if one could not write a file."""
+    optimizer = engine.optimizer
+    # Any other optimizer saves as with stock.
+    if not isinstance(getattr(optimizer, "kept_error", None), KeptError):
+        return wrapped(*args, **kwargs)
+    with ExitStack() as replaced:
+        # Without what an interrupt may leave in it, which a load would raise.
+        replaced.callback(setattr, optimizer, "kept_error", KeptError())
+        optimizer.kept_error = kept = KeptError()
+        for owner, name in checkpoint_writers(engine):
+            attributes = vars(owner)
+            before = {name: attributes[name]} if name in attributes else {}
+            replaced.callback(attributes.update, before)
+            replaced.callback(attributes.pop, name, None)
+            attributes[name] = partial(kept.keep, getattr(owner, name))
+        return wrapped(*args, **kwargs)
+
+
+def _explained(path: Path, error: Exception) -> CheckpointNotSaved:
+    free = ""
+    # A file system that is gone has no free space, and a folder that could not be made is none.
+    folder = next((folder for folder in path.parents if os.path.isdir(folder)), Path("/"))
+    with suppress(OSError):
+        found = os.statvfs(folder)
+        free = f", with {size(found.f_bavail * found.f_frsize)} and {found.f_favail:,} files free on its file system"
+    return CheckpointNotSaved(
+        f"The files of a checkpoint must be written as a whole, found that {path} was not{free}: "
+        f"{type(error).__name__}: {error}.\n"
+        f"Free space there, or save to another folder that this user may write to and has quota for. Remove the folder "
+        f"of this checkpoint, which is incomplete. The file latest was not changed, and training can go on."
+    )
