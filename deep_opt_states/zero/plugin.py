@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum

@@ -46,7 +46,7 @@ class BackwardBefore_0_18_3:
     """A part of stock's optimizer whose method ``backward`` calls the hook ``backward_prologue`` of later releases."""
 
     def backward_prologue(self) -> None:
-        """Do nothing: what stock does here is a part of its ``backward``."""
+        """Do nothing: the work of later releases here is a part of this ``backward``."""
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients as stock does, after the hook."""
