@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.compat.frameworks.__main__ import EQUAL
 from tests.compat.frameworks.cases import FRAMEWORKS, Framework
 from tests.compat.frameworks.same_bits import differences, saved
 from tests.compat.results import read_results
@@ -24,7 +23,6 @@ def test_no_run_of_a_framework_saved_other_bits_than_stock(framework: Framework)
     for name, result in found["runs"].items():
         # A run that failed, because of the CPU for example, is a row that says so.
         assert "differ" not in result, name
-    assert any(result.endswith(EQUAL) for result in found["runs"].values()), "run make test-frameworks"
 
 
 @pytest.mark.parametrize(

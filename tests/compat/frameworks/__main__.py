@@ -22,7 +22,7 @@ from typing import Any
 
 from deep_opt_states.names import CONFIG_KEY
 from tests.compat.frameworks.cases import FRAMEWORKS, Framework, Run
-from tests.compat.frameworks.environment import FOLDER, Environment
+from tests.compat.frameworks.environment import FOLDER, FrameworkEnvironment
 from tests.compat.results import add_result
 from tests.launch import free_port, kill_with_descendants, remove_shared_memory
 
@@ -33,16 +33,16 @@ EQUAL = "tensors equal"
 HERE = Path(__file__).parent
 
 
-class RunFailed(Exception):
+class RunFailed(RuntimeError):
     """A command that failed, with the line of its log that says why."""
 
 
 @dataclass(frozen=True)
-class Tried:
+class FrameworkRuns:
     """A framework in its environment, and the folder for its runs."""
 
     framework: Framework
-    environment: Environment
+    environment: FrameworkEnvironment
     folder: Path
 
     def train(self, run: Run, name: str, block: Mapping[str, Any], halfway_of: Path | None = None) -> Path:
@@ -125,7 +125,7 @@ def _reason(log: Path) -> str:
     return (named[1] if named else text.rpartition("\n")[2])[:300]
 
 
-def try_run(tried: Tried, run: Run) -> dict[str, str]:
+def try_run(tried: FrameworkRuns, run: Run) -> dict[str, str]:
     """Return the results of a run and of its resumption, by name."""
     results = {}
     name = run.name
@@ -148,16 +148,16 @@ def try_run(tried: Tried, run: Run) -> dict[str, str]:
 
 def try_framework(framework: Framework) -> dict[str, Any]:
     """Return the versions in the framework's environment, and the results of its runs."""
-    environment = Environment(FOLDER / framework.name / "environment")
-    tried = Tried(framework, environment, FOLDER / framework.name)
+    environment = FrameworkEnvironment(FOLDER / framework.name / "environment")
+    tried = FrameworkRuns(framework, environment, FOLDER / framework.name)
     tried.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"requirement": framework.requirement, "pins": framework.pins, "runs": {}}
+    found: dict[str, Any] = {"requirement": framework.requirement, "pins": framework.pins, "versions": {}, "runs": {}}
     try:
         environment.install(framework.requirement)
         found["versions"] = environment.versions()
         data = tried.folder / "data"
         tried.call([str(environment.python), str(HERE / "tiny.py"), str(data)], data.with_suffix(".log"))
-    except (subprocess.CalledProcessError, RunFailed) as error:
+    except (subprocess.CalledProcessError, RuntimeError) as error:
         return {**found, "runs": {"installation": str(error)}}
     for run in framework.runs:
         began = time.monotonic()

@@ -57,7 +57,7 @@ def uv() -> str:
 
 
 @dataclass(frozen=True)
-class Environment:
+class FrameworkEnvironment:
     """A virtual environment in ``folder`` that has one framework."""
 
     folder: Path
@@ -84,6 +84,8 @@ class Environment:
             ],
             check=True,
         )
+        if found := [*self.folder.glob("lib/python*/site-packages/torch")]:
+            raise RuntimeError(f"the environment must have no PyTorch of its own, found {found[0]}")
         done.write_text(requirement)
 
     def _link_shared(self) -> None:
