@@ -15,10 +15,10 @@ export DS_ACCELERATOR ?= cpu
 # PyTorch compiles the kernels with Ninja, which it finds only in PATH.
 WITH_NINJA := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help demo test test-all test-oldest stress compat release-check gpu-check gpu-measure gpu-bench gpu-bits lint wheel clean
+.PHONY: help demo test test-all test-oldest stress compat test-frameworks release-check gpu-check gpu-measure gpu-bench gpu-bits lint wheel clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 # names.py has the version, which the metadata of the installed package repeat.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt deep_opt_states/names.py
@@ -56,6 +56,10 @@ stress: $(INSTALLED)  ## Search for races with new seeds for MINUTES=10; SEED=..
 
 compat: $(INSTALLED)  ## Try releases of DeepSpeed and PyTorch with the golden cases, and update the tables in docs/
 	@$(WITH_NINJA) $(VENV)/bin/python -m tests.compat $(RELEASES)
+	@$(VENV)/bin/python tools/generate_docs.py
+
+test-frameworks: $(INSTALLED)  ## Train with FRAMEWORKS="LLaMA-Factory ..." by their own commands, and update the table in docs/
+	@$(WITH_NINJA) $(VENV)/bin/python -m tests.compat.frameworks $(FRAMEWORKS)
 	@$(VENV)/bin/python tools/generate_docs.py
 
 gpu-check:  ## Run tests/gpu and the profile on a machine with a GPU, with PYTHON=python3; 9 minutes

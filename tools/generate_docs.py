@@ -94,6 +94,19 @@ def python_table() -> str:
     return "\n".join(rows)
 
 
+def frameworks_table() -> str:
+    """Return one table row for each framework whose own commands were run."""
+    from tests.compat.results import read_results
+
+    rows = ["| Framework | With | It pins DeepSpeed | Tensors that were saved | Plugin |", "|---|---|---|---|---|"]
+    for entry in read_results()["frameworks"].values():
+        versions = dict(entry["versions"])
+        found = ", ".join(f"{name} {versions[name]}" for name in sorted(versions, key=str.lower))
+        runs = "<br>".join(f"{name}: {result}" for name, result in entry["runs"].items())
+        rows.append(f"| `{entry['requirement']}` | {found} | {entry['pins']} | {runs} | {_plugin(entry)} |")
+    return "\n".join(rows)
+
+
 def _plugin(entry: Mapping[str, str]) -> str:
     """Return the version and the commit of the plugin that was tried."""
     return f"{entry['deep_opt_states']} ({entry['commit']})"
@@ -166,6 +179,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "releases of deepspeed": ("docs/compatibility.md", deepspeed_table),
     "releases of torch": ("docs/compatibility.md", torch_table),
     "releases of python": ("docs/compatibility.md", python_table),
+    "frameworks": ("docs/compatibility.md", frameworks_table),
     "promises": ("docs/testing.md", promise_table),
     "from ZeRO-2": ("docs/sizes.md", from_stage_2_part),
 }

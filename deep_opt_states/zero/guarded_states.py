@@ -17,6 +17,7 @@ from deep_opt_states.zero.checkpoint_contents import MOMENTS
 from deep_opt_states.zero.checkpoint_saving import KeptError
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.internals.compat import all_gather_partitions, flat_parameters, partition_rank
+from deep_opt_states.zero.internals.older import with_later_hooks
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
@@ -25,7 +26,7 @@ from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
 
 
-class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
+class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: ignore[misc]
     """Stock's optimizer, whose states, parameters and gradients are used only while no update works on them."""
 
     _assembly: Assembly
@@ -183,9 +184,9 @@ class GuardedStates(DeepSpeedZeroOptimizer_Stage3):
         if load_optimizer_states:
             self._adopt_loaded_states()
 
-    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str, *args: Any) -> None:
         with self._running.memory.pageable_states():
-            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+            super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir, *args)
         self._adopt_loaded_states()
 
     def _empty_param_groups(self) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-
-# SuperOffload's optimizer inherits from stock's class: define it before that name is replaced.
-from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
@@ -36,6 +34,10 @@ from deep_opt_states.zero.start.refusals import (
 from deep_opt_states.zero.start.release import missing_names_are_refused, warn_of_untested_release
 from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.step.direct_writes import checks_direct_writes
+
+with suppress(ModuleNotFoundError):
+    # SuperOffload's optimizer inherits from stock's class: define it before that name is replaced. 0.17.6 has none.
+    from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ FAILS: dict[str, Callable[[], Finding]] = {
     "old torch": lambda: doctor.check_package(Requirement("torch>=2.10"), "2.9.1+cu128"),
     "no wrapt": lambda: doctor.check_package(Requirement("wrapt"), None),
     "no deepspeed": lambda: doctor.check_deepspeed(None, None),
-    "other deepspeed": lambda: doctor.check_deepspeed("0.18.2", None),
+    "other deepspeed": lambda: doctor.check_deepspeed("0.17.5", None),
     "broken deepspeed": lambda: doctor.check_deepspeed("0.19.8", ImportError("no [hjson]")),
     "no supported accelerator": lambda: doctor.check_accelerator("xpu", 8, [], None),
     "no GPU": lambda: doctor.check_accelerator("cuda", 0, [], None),
@@ -196,15 +196,15 @@ def test_a_broken_deepspeed_and_a_disabled_autoload_fail(tmp_path: Path) -> None
 
 def test_an_unsupported_deepspeed_and_a_broken_wrapt_fail(tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken on purpose')\n")
-    (tmp_path / "deepspeed.py").write_text("__version__ = '0.18.2'\n")
-    (tmp_path / "deepspeed-0.18.2.dist-info").mkdir()
-    (tmp_path / "deepspeed-0.18.2.dist-info/METADATA").write_text("Name: deepspeed\nVersion: 0.18.2\n")
+    (tmp_path / "deepspeed.py").write_text("__version__ = '0.17.5'\n")
+    (tmp_path / "deepspeed-0.17.5.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.17.5.dist-info/METADATA").write_text("Name: deepspeed\nVersion: 0.17.5\n")
     page = run_doctor(PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert page.returncode == 1
     found = rows(page)
     for topic in ("deepspeed", "activation hook", "accelerator"):
         assert found[topic] == "FAIL", page.output
-    assert "0.18.2; must be 0.18.5 or later" in page.output
+    assert "0.17.5; must be 0.17.6 or later" in page.output
     assert "-> pip install deepspeed==0.19.8" in page.output
     assert "found that it fails: RuntimeError: broken on purpose" in page.output
 

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).with_name("results.json")
 
 
 def read_results() -> dict[str, dict[str, Any]]:
-    """Return the results of ``deepspeed``, ``torch`` and ``python``, by release."""
+    """Return the results of ``deepspeed``, ``torch`` and ``python``, by release, and of ``frameworks``, by name."""
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return results
 
@@ -26,11 +26,12 @@ def add_result(package: str, version: str, found: dict[str, Any]) -> bool:
     The plugin's version and commit are written, too, and not compared.
     """
     results = read_results()
-    of_package = results[package]
+    of_package = results.setdefault(package, {})
     tried_at = {"deep_opt_states": __version__, "commit": commit()}
     before = {key: value for key, value in of_package.get(version, {}).items() if key not in tried_at}
     changed = before != found
     of_package[version] = {**found, **tried_at}
-    results[package] = {key: of_package[key] for key in sorted(of_package, key=Version)}
+    order = str.lower if package == "frameworks" else Version
+    results[package] = {key: of_package[key] for key in sorted(of_package, key=order)}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return changed

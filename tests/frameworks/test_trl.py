@@ -19,7 +19,7 @@ REFERENCE = "an engine without an optimizer runs as stock DeepSpeed"
 """The line about the engine of a reference model."""
 
 STEPS = 3
-TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO without reference", "DPO with LoRA"]
+TRAINERS = ["SFT", "SFT with LoRA", "DPO", "DPO without reference", "DPO with LoRA", "GRPO"]
 
 # One worker of pytest-xdist runs all tests, so that the fixture is created once.
 pytestmark = [pytest.mark.xdist_group("trl"), pytest.mark.thorough]

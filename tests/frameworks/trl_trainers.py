@@ -24,7 +24,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 from transformers.integrations import unset_hf_deepspeed_config
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.fork_server import freeze_imported, import_all
 from tests.launch import answer
@@ -148,9 +148,34 @@ def dpo(
 
 def dpo_without_reference(output: Path) -> Trainer:
     """Return a DPO trainer that loads the reference model itself: the model before training."""
+    return dpo(output, model=saved_model(output))
+
+
+def saved_model(output: Path) -> str:
+    """Save the model before training next to ``output``, and return its path."""
     saved = output.parent / f"model of {output.name}"
     llama().save_pretrained(saved)
-    return dpo(output, model=str(saved))
+    return str(saved)
+
+
+def grpo(output: Path) -> Trainer:
+    """Return a GRPO trainer, which generates text with the model between its steps, while an update may be in flight.
+
+    It loads the reference model itself.
+    """
+    config = {key: value for key, value in arguments(output).items() if key != "max_length"}
+    return GRPOTrainer(
+        saved_model(output),
+        different_characters,
+        GRPOConfig(**config, num_generations=2, max_completion_length=16, beta=0.1),
+        train_dataset=preferences().select_columns("prompt"),
+        processing_class=byte_tokenizer(),
+    )
+
+
+def different_characters(completions: list[str], **_: Any) -> list[float]:
+    """Return the reward of each generated text: the number of its different characters."""
+    return [float(len(set(text))) for text in completions]
 
 
 def sft_with_optimizer(output: Path, optim: str, peft: LoraConfig | None = None) -> Trainer:
@@ -169,6 +194,7 @@ TRAINERS: dict[str, Callable[[Path], Trainer]] = {
     "DPO without reference": dpo_without_reference,
     # The reference model is the model without its adapters.
     "DPO with LoRA": lambda output: dpo(output, LORA),
+    "GRPO": grpo,
 }
 
 

@@ -22,6 +22,8 @@ Parameter: TypeAlias = Any
 
 def masters_dtype(optimizer: Any) -> torch.dtype:
     """Return the dtype of the master weights, and of the gradients that update them."""
+    if not hasattr(optimizer, "master_weights_and_grads_dtype"):
+        return older.masters_dtype_before_0_18_3()
     return optimizer.master_weights_and_grads_dtype
 
 
@@ -36,6 +38,11 @@ def param_dict(ds_config: Any) -> dict[str, Any]:
 def config_of(engine: Any) -> Any:
     """Return the ``DeepSpeedConfig`` of an engine."""
     return engine._config
+
+
+def has_bf16_masters(ds_config: Any) -> bool:
+    """Return whether the config requests bf16 master weights, which exist since 0.18.3."""
+    return bool(getattr(ds_config.bfloat16_config, "bf16_master_weights_and_grads", False))
 
 
 def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], int, Path]:
@@ -101,6 +108,16 @@ def forget_gradient_buffers(optimizer: Any) -> None:
     """Drop stock's buffer for sums of gradients. Stock still reads its device."""
     optimizer.grad_partitions_flat_buffer = torch.empty(0, dtype=optimizer.gradient_accumulation_dtype, device="cpu")
     optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = {}
+
+
+def drop_gradients_in_buckets(optimizer: Any) -> None:
+    """Drop all gradients that have not been reduced. No copy into a bucket is in flight."""
+    for bucket in optimizer.ipg_buckets.values():
+        # Before 0.18.5, the method of the bucket that does this also drops its buffer.
+        bucket.params.clear()
+        bucket.elements = 0
+    for params in optimizer.fp16_groups:
+        optimizer.free_grad_in_param_list(params)
 
 
 def add_grad_hooks(optimizer: Any, handles: Iterable[Any]) -> None:

@@ -62,7 +62,7 @@ HOOKS = {
 
 PASS_FURTHER_ON = {
     *("_configure_offloading", "_get_fp32_opt_state_partition", "get_full_hp_param", "offload_states", "reload_states"),
-    *("set_full_hp_param", "set_local_hp_param"),
+    *("load_hp_checkpoint_state_from_checkpoint_dir_stage3", "set_full_hp_param", "set_local_hp_param"),
     *("_all_gather", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "load_checkpoint"),
     "save_checkpoint",
 }
@@ -122,8 +122,10 @@ SINCE: Mapping[str, str] = {
     "_get_sub_group_process_group": "0.19.3",
     "_range_pop": "0.19.0",
     "_range_push": "0.19.0",
+    "backward_prologue": "0.18.3",
+    "clear_backward_seen_flag": "0.18.5",
 }
-"""The first release with a method. In older ones, ``compat.py`` or ``older.py`` replaces a method that is called."""
+"""The first release with a method. In older ones, ``compat.py`` or ``older.py`` replaces it if it is called."""
 
 
 def missing_names(

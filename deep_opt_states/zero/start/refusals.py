@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states.config import Config
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.zero.internals.compat import num_step_hooks, param_dict
+from deep_opt_states.zero.internals.compat import has_bf16_masters, num_step_hooks, param_dict
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_least
 from deep_opt_states.zero.start.accelerated import CONVERSION
 from deep_opt_states.zero.start.older_stages import refuse_older_stage
@@ -142,7 +142,12 @@ def _off(key: str, remedy: str, must: str = "must be false") -> Rule:
     """Return the rule that a dotted key of the DeepSpeed config is false or absent."""
     block, _, path = key.partition(".")
     attribute = {"bf16": "bfloat16", "fp16": "float16", "zero_optimization": "zero"}.get(block, block)
-    return Rule(key, must, remedy, attrgetter(f"{attribute}_config.{path}"))
+    return Rule(key, must, remedy, partial(_value, path=f"{attribute}_config.{path}"))
+
+
+def _value(config: Any, path: str) -> Any:
+    """Return the value at the dotted ``path``, or None if this release of DeepSpeed does not have it."""
+    return reduce(lambda value, name: getattr(value, name, None), path.split("."), config)
 
 
 _CONFIG = (
@@ -177,13 +182,13 @@ _CONFIG = (
         "bf16.bf16_master_weights_and_grads",
         'needs "enabled": true in the block "bf16"',
         "Set that, or remove the key: the master weights and the model must both be bf16.",
-        lambda config: config.bfloat16_config.bf16_master_weights_and_grads and not config.bfloat16_config.enabled,
+        lambda config: has_bf16_masters(config) and not config.bfloat16_config.enabled,
     ),
     Rule(
         "data_types.grad_accum_dtype",
         "must not be fp16 with bf16_master_weights_and_grads",
         "The kernels have no fp16 gradients of bf16 masters: remove the key, or use bf16 or fp32.",
-        lambda config: config.grad_accum_dtype if config.bfloat16_config.bf16_master_weights_and_grads else None,
+        lambda config: config.grad_accum_dtype if has_bf16_masters(config) else None,
         (None, "bf16", "bfloat16", "fp32", "float32", "float"),
     ),
     Rule(
@@ -199,9 +204,7 @@ _CONFIG = (
         '"device": "cpu".',
         lambda config: (
             "false"
-            if _on_nvme(config)
-            and config.bfloat16_config.bf16_master_weights_and_grads
-            and not config.bfloat16_config.bf16_optimizer_states
+            if _on_nvme(config) and has_bf16_masters(config) and not config.bfloat16_config.bf16_optimizer_states
             else None
         ),
     ),
@@ -235,7 +238,7 @@ _CONFIG = (
         "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "
         "remove it. DeepSpeed's decoupled writer saves in the background, too, but DeepSpeed 0.19.8 loads its "
         "checkpoints only with a config without `checkpoint.writer`.",
-        lambda config: config.datastates_config.config if config.datastates_config.enabled else None,
+        lambda config: config.datastates_config.config if _value(config, "datastates_config.enabled") else None,
     ),
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deep_opt_states.zero.internals.compat import Parameter, add_grad_hooks
+from deep_opt_states.zero.internals.compat import Parameter, add_grad_hooks, drop_gradients_in_buckets
 
 
 class Buckets:
@@ -39,10 +39,7 @@ class Buckets:
     def discard(self) -> None:
         """Drop all gradients that have not been reduced. No copy into a bucket is in flight."""
         self._addresses.clear()
-        for bucket in self._optimizer.ipg_buckets.values():
-            bucket.clear_params()
-        for params in self._optimizer.fp16_groups:
-            self._optimizer.free_grad_in_param_list(params)
+        drop_gradients_in_buckets(self._optimizer)
 
     def contains(self, param: Parameter) -> bool:
         """Return whether the parameter's gradient itself is in a bucket now, and not one that an error has dropped."""

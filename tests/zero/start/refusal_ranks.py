@@ -156,7 +156,7 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
     ),
     "sgd": (CLIENT, {"optimizer": sgd}, nullcontext()),
     "moments in the dtype of fp32 masters": ({"optimizer": None}, {"optimizer": low_precision_moments}, nullcontext()),
-    "deepspeed 0.18.0": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.18.0")),
+    "deepspeed 0.17.5": ({}, {}, mock.patch.object(deepspeed, "__version__", "0.17.5")),
     "caller accumulates with 0.19.4": (
         {"managed_gradient_accumulation": False},
         {},

@@ -45,7 +45,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "step hooks": ("optimizer (step hooks): must be none, found 1", "remove them"),
     "quantised gradients": ("zero_quantized_gradients: must be false, found True", "remove it"),
     "datastates": ("datastates_ckpt: must be absent, found {}", "decoupled writer saves in the background"),
-    "deepspeed 0.18.0": ("must be version 0.18.5 or later", "pip install deepspeed==0.19.8"),
+    "deepspeed 0.17.5": ("must be version 0.17.6 or later", "pip install deepspeed==0.19.8"),
     "caller accumulates with 0.19.4": (
         "managed_gradient_accumulation: needs DeepSpeed 0.19.5 or later with ZeRO-3 and offloading, found 0.19.4",
         "or remove the key",
