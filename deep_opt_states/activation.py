@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from deep_opt_states import log
-from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, REPLACED_OPTIMIZER, ignored_blocks, is_our_block
+from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
 
 _is_active: bool | None = None
 """Whether the hooks are registered; None before the first call of ``activate``."""
@@ -34,7 +34,7 @@ def activate() -> None:
         register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
         register_post_import_hook("deep_opt_states.waiting:watch_loader", "torch.utils.cpp_extension")
-        register_post_import_hook(_hook_accelerate, "accelerate.utils.deepspeed")
+        register_post_import_hook("deep_opt_states.accelerate_hook:warn_early", "accelerate.utils.deepspeed")
         _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
         # No warnings.warn: where warnings are errors, it would break `import torch`.
@@ -51,22 +51,22 @@ def _hook_engine(module: Any) -> None:
 
     def do_sanity_check(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         wrapped(*args, **kwargs)
-        if plugin := _plugin_for(getattr(engine, "_config", None)):
+        if plugin := plugin_for(getattr(engine, "_config", None)):
             # The engine has no model yet.
             plugin.check_engine(engine, _models[-1] if _models else None)
 
     def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if plugin := _plugin_for(getattr(engine, "_config", None)):
+        if plugin := plugin_for(getattr(engine, "_config", None)):
             return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
     def load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if plugin := _plugin_for(getattr(engine, "_config", None)):
+        if plugin := plugin_for(getattr(engine, "_config", None)):
             plugin.check_checkpoint(engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
     def save_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        plugin = _plugin_for(getattr(engine, "_config", None))
+        plugin = plugin_for(getattr(engine, "_config", None))
         return plugin.save_checkpoint(wrapped, engine, args, kwargs) if plugin else wrapped(*args, **kwargs)
 
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
@@ -96,42 +96,22 @@ def _hook_config(module: Any) -> None:
         # DeepSpeed's own error for our block inside one of its blocks does not name the place.
         _report_ignored_blocks(ds_config)
         wrapped(*args, **kwargs)
-        if plugin := _plugin_for(ds_config):
+        if plugin := plugin_for(ds_config):
             plugin.check_config(ds_config)
 
     def initialize(wrapped: Any, ds_config: Any, args: Any, kwargs: Any) -> None:
         wrapped(*args, **kwargs)
         _report_ignored_blocks(ds_config)
-        _plugin_for(ds_config)
+        plugin_for(ds_config)
 
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release without the method must not train with stock unnoticed.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
 
 
-def _hook_accelerate(module: Any) -> None:
-    def read_config(wrapped: Any, hf_config: Any, args: Any, kwargs: Any) -> None:
-        # Accelerate and the Trainer read a config before they load weights, and DeepSpeed does so afterwards.
-        wrapped(*args, **kwargs)
-        if plugin := _plugin_for(hf_config):
-            plugin.warn_before_loading(_json_of(hf_config))
-
-    def replace_optimizer(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
-        replacing = wrapped(*args, **kwargs)
-        setattr(replacing, REPLACED_OPTIMIZER, type(args[0] if args else kwargs["optimizer"]))
-        return replacing
-
-    from wrapt import wrap_function_wrapper
-
-    # Only warnings depend on them, so a release that lacks one works.
-    with suppress(AttributeError):
-        wrap_function_wrapper(module, "HfDeepSpeedConfig.__init__", read_config)
-        wrap_function_wrapper(module, "map_pytorch_optim_to_deepspeed", replace_optimizer)
-
-
-def _plugin_for(ds_config: Any) -> Any:
+def plugin_for(ds_config: Any) -> Any:
     """Return the module ``plugin`` if the JSON contains our block. Raise ``ConfigError`` or ``Unsupported``."""
-    param_dict = _json_of(ds_config)
+    param_dict = json_of(ds_config)
     if CONFIG_KEY not in param_dict:
         return None
     from deep_opt_states.zero.enabled import enabled_config
@@ -152,7 +132,7 @@ def _plugin_for(ds_config: Any) -> Any:
         return plugin
 
 
-def _json_of(ds_config: Any) -> dict[str, Any]:
+def json_of(ds_config: Any) -> dict[str, Any]:
     """Return the user's JSON. Importing its name from ``zero/internals`` would load the plugin in every process."""
     attributes: dict[str, Any] = getattr(ds_config, "__dict__", {})
     ours = (value for value in attributes.values() if isinstance(value, dict) and CONFIG_KEY in value)
@@ -162,7 +142,7 @@ def _json_of(ds_config: Any) -> dict[str, Any]:
 
 def _report_ignored_blocks(ds_config: Any) -> None:
     """Raise ``ConfigError`` for our block in a wrong place, and warn of misspelled names, which stock ignores."""
-    param_dict = _json_of(ds_config)
+    param_dict = json_of(ds_config)
     blocks = [block for block in ignored_blocks(param_dict) if not block.is_switched_off]
     # Accelerate's launcher passes on these keys without their values.
     in_yaml = [key for key in os.environ.get(ACCELERATE_FIELDS, "").split(",") if is_our_block(key)]

@@ -1,4 +1,4 @@
-"""The plugin's log, a logger of its own: information and warnings on rank 0, what one rank alone knows on that rank.
+"""The plugin's log, a logger of its own: information and warnings on rank 0, a rank's own on that rank.
 
 A handler that the script has given to the logger ``deep_opt_states`` before the first line takes the place of ours, and
 its level is kept. The lines of our handler do not reach those of the root logger, which would show them twice.

@@ -1,4 +1,4 @@
-"""Log what a start waits for once that takes long: a build or its lock, other ranks, page-locking, a profile."""
+"""Log the long waits of a start: for a build or its lock, other ranks, page-locking, a profile."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ CALLED_BY_STEPS = ("waiting.py", "agreement.py", "ranks.py")
 
 
 @contextmanager
-def waiting(what: str, explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
+def waiting(step: str, explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
     """Log on this rank if the body takes long, as a warning if ``explain`` has a text, and not if it returns None."""
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(what, explain, ended.wait), daemon=True).start()
+    threading.Thread(target=_watch, args=(step, explain, ended.wait), daemon=True).start()
     try:
         yield
     finally:
         ended.set()
 
 
-def _watch(what: str, explain: Callable[[], str | None], has_ended: Callable[[float], bool]) -> None:
+def _watch(step: str, explain: Callable[[], str | None], has_ended: Callable[[float], bool]) -> None:
     began_s, pause_s, waited_s, was_logged = time.monotonic(), FIRST_S, 0.0, False
     while not has_ended(pause_s):
         waited_s = pause_s = waited_s + pause_s
@@ -51,9 +51,9 @@ def _watch(what: str, explain: Callable[[], str | None], has_ended: Callable[[fl
         if text is not None:
             was_logged = True
             tell = log.warn_this_rank if text else log.info_this_rank
-            tell(f"{what}: {waited_s:.0f} s so far. {text}".rstrip())
+            tell(f"{step}: {waited_s:.0f} s so far. {text}".rstrip())
     if was_logged:
-        log.info_this_rank(f"{what}: done after {time.monotonic() - began_s:.0f} s")
+        log.info_this_rank(f"{step}: done after {time.monotonic() - began_s:.0f} s")
 
 
 def watch_loader(loader: Any) -> None:

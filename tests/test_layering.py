@@ -67,6 +67,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deep_opt_states.zero.start",
     },
     "deep_opt_states.names": set(),
+    "deep_opt_states.accelerate_hook": {
+        "deep_opt_states.activation",
+        "deep_opt_states.names",
+        "deep_opt_states.zero.enabled",
+        "deep_opt_states.zero.start",
+    },
     "deep_opt_states.log": set(),
     "deep_opt_states.waiting": {"deep_opt_states.log"},
     "deep_opt_states.config": {
@@ -216,6 +222,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "perf_model.training_run": {"torch", "transformers"},
     "deep_opt_states.activation": {"wrapt"},
     "deep_opt_states.config": {"pydantic"},
+    "deep_opt_states.accelerate_hook": {"wrapt"},
     "deep_opt_states.waiting": {"torch", "wrapt"},
     "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
     "deep_opt_states.runtime": {"torch"},

@@ -18,7 +18,7 @@ from tests.metadata import changelog, python_versions, setup
 
 
 @pytest.mark.parametrize(
-    ("package", "tried", "older"), [("deepspeed", TESTED_DEEPSPEED, "0.18.4"), ("torch", TRIED_TORCH, "2.9.1")]
+    ("package", "tried", "older"), [("deepspeed", TESTED_DEEPSPEED, "0.17.5"), ("torch", TRIED_TORCH, "2.9.1")]
 )
 def test_pip_accepts_every_release_that_was_tried(package: str, tried: Sequence[str], older: str) -> None:
     (line,) = (line for line in setup("options")["install_requires"].splitlines() if line.startswith(f"{package}>"))

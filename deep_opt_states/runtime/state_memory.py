@@ -171,7 +171,10 @@ class StateMemory:
             in_slot = unit.disk.in_slot(number % len(self.disk.slots)).parts if unit.disk is not None else None
             for index, part in enumerate(unit.parts):
                 tensors = self.sub_groups[part.sub_group].adam_tensors.narrow(part.elements)
-                found.append(tensors if in_slot is None else replace(tensors, **in_slot[index]._asdict()))
+                if in_slot is not None:
+                    master, exp_avg, exp_avg_sq = in_slot[index]
+                    tensors = replace(tensors, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+                found.append(tensors)
         return found
 
     def close(self) -> None:

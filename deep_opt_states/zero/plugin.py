@@ -22,7 +22,7 @@ from deep_opt_states.zero.internals.agreement import raise_together, same_on_all
 from deep_opt_states.zero.internals.compat import config_of, param_dict
 from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.start.accelerated import warn_of_config, warn_of_replaced_optimizer
+from deep_opt_states.zero.start.accelerated import warn_of_optimizer
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
 from deep_opt_states.zero.start.disk import check_folders, with_nvme_path
 from deep_opt_states.zero.start.refusals import (
@@ -57,12 +57,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
-    warn_of_replaced_optimizer(basic_optimizer)
-    if config_of(engine).zero_config.sub_group_size == 0:
-        log.warn(
-            '"sub_group_size": 0 makes each parameter a sub-group and a unit, and the host takes time for each. '
-            'New runs do without: "sub_group_size": 1e9'
-        )
+    warn_of_optimizer(basic_optimizer, config_of(engine).zero_config.sub_group_size)
     refuse_later_methods(engine)
     # The schedule reads and writes units on disk. To stock's code, the states are in host memory.
     config_of(engine).zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu
@@ -97,12 +92,6 @@ def _supported(ds_config: Any) -> Config | None:
         return None
     refuse_config(ds_config)
     return with_nvme_path(config, ds_config.zero_config.offload_optimizer)
-
-
-def warn_before_loading(param_dict: dict[str, Any]) -> None:
-    """Warn if the config with our block that Accelerate has read will be refused when weights are loaded."""
-    if enabled_config(param_dict) is not None:
-        warn_of_config(param_dict)
 
 
 @missing_names_are_refused()

@@ -52,6 +52,7 @@ ALLOWED_NAMES = {
     "device/cuda.py": {"_C", "_foreach_copy_", "_host_emptyCache", "_sleep"},
     "device/kernels/library.py": {"_get_build_directory"},
     "doctor.py": {"_get_build_directory"},
+    "waiting.py": {"_get_build_directory", "_get_default_store", "_current_frames"},
     # A private name of transformers, which decides what ``save_pretrained`` leaves out.
     "sharing/layers.py": {"_tied_weights_keys"},
 }

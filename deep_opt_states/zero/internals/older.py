@@ -1,4 +1,4 @@
-"""Replace what older releases of DeepSpeed lack; each name contains the first release that has it.
+"""Replace the names that older releases of DeepSpeed lack; each name contains the first release that has it.
 
 Other differences need no function: ``device/kernels/arithmetic.py`` finds the powers of beta before 0.19 by trying,
 ``step()`` before 0.19.8 continues after a norm that is inf or NaN, and ``start/refusals.py`` refuses missing features.

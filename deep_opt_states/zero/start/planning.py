@@ -77,8 +77,7 @@ def make_plan(
     predict, request, why = None, None, ""
     if config.predicts(workload):
         profile = _load_profile(config, accelerator, share, notes.append)
-        cost = CostModel.from_profile(profile, setup.widths)
-        cost = with_disks(config, cost, workload, setup.widths, notes.append)
+        cost = with_disks(config, CostModel.from_profile(profile, setup.widths), workload, setup.widths, notes.append)
         predict = partial(_predict, cost, profile.has_accelerator, sub_groups)
     if config.plans(workload):
         unlimited = PlanRequest(
