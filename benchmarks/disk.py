@@ -35,7 +35,7 @@ DISKS = {
 
 RUN = ScaledRun(machine="rtx4090", ranks=1, small=SmallModel(layers=8, width=512, sub_group_size=2_000_000))
 
-PIPELINED = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 10}
+PIPELINED = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
 """Stock then reads the next sub-group and writes the last one meanwhile. Off by default."""
 
 ITERATION, UPDATE = "EMULATED iteration", "EMULATED update"

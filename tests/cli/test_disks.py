@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.ranks import Ranks
 from perf_model.__main__ import main
 from perf_model.prediction.hardware import DISK_QUANTITIES
+from tests.launch import REPOSITORY
 from tests.model.profiles import RATES, profile
 
 DESKTOP = ["plan", "--profile", "rtx4090", "--host-memory-gb", "64", "--model", "Qwen2.5-7B", "--offload-param"]
@@ -37,6 +39,16 @@ def test_a_model_whose_states_do_not_fit_into_host_memory_is_planned_with_disks(
     assert "parameters of cpu units, disk in use for" in text
     assert "(limited by disk)" in text
     assert '"device": "nvme"' in text
+
+
+def test_the_documented_desktop_has_the_documented_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    page = " ".join((REPOSITORY / "docs" / "planning.md").read_text().split())
+    fp32, bf16 = page.split("The answer is ")[1].split("All of this is predicted")[0].split("With `--states bf16`")
+    for states, sentences in (("fp32", fp32), ("bf16", bf16)):
+        printed = " ".join(planned(capsys, "--nvme", "6.5,5", "--accumulation", "16", "--states", states).split())
+        figures = re.findall(r"\d+ (?:s|GB)\b", sentences)
+        assert len(figures) >= 3
+        assert [figure for figure in figures if figure not in printed] == []
 
 
 def test_more_host_memory_and_faster_disks_shorten_the_iteration(capsys: pytest.CaptureFixture[str]) -> None:

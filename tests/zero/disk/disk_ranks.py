@@ -1,7 +1,8 @@
 """Train with states on disk, and report their bytes, and how training ends and goes on when a disk fails.
 
 Arguments: ``mapped``, for the memory and the files of an engine, ``failing``, for a failure of rank 0's disk, ``full``,
-for a start without enough space, or ``steps NUMBER``, for the growth of memory and descriptors.
+for a start without enough space, ``fills``, for a host with little free memory, ``killed FOLDER`` and then ``resumed
+FOLDER``, or ``steps NUMBER``, for the growth of memory and descriptors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,8 +22,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deep_opt_states.device.state_file import DiskError
+from deep_opt_states.device.state_file import DiskError, StateFile
+from deep_opt_states.host import machine
 from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.zero.start import disk
 from perf_model.prediction.memory import MemoryKind, memory_of
 from tests.launch import answer
 from tests.zero.parity.cases import ALL_ON_DISK, ON_DISK
@@ -30,6 +34,9 @@ from tests.zero.parity.training import Record, closing_engine, collect, differen
 from tests.zero.process_group import process_group
 
 CASE = replace(ON_DISK, name="disk", blocks=(ALL_ON_DISK,), schedule=False, clip=0.5)
+
+
+IN_TWO_FOLDERS = {**ALL_ON_DISK, "nvme_paths": [CASE.disk]}
 
 
 def train_steps(engine: Any, steps: range) -> Record:
@@ -89,7 +96,7 @@ def failing() -> Iterator[dict[str, Any]]:
         engine.load_checkpoint(str(folder))
         expected = train_steps(engine, range(3, 6))
     for name in ("preadv", "pwritev"):
-        with shared_folder() as folder, closing_engine(CASE, ALL_ON_DISK) as engine:
+        with shared_folder() as folder, closing_engine(CASE, IN_TWO_FOLDERS) as engine:
             train_steps(engine, range(3))
             engine.save_checkpoint(str(folder))
             error = OSError(errno.EIO, "EIO")
@@ -108,6 +115,45 @@ def failing() -> Iterator[dict[str, Any]]:
         yield {"ended": ended, "differences": differences(expected, found)}
 
 
+def fills() -> Iterator[dict[str, Any]]:
+    """Yield the parameters on disk and all, if the host has little memory above the margin and the block no key."""
+    free_bytes = int(disk.HOST_MARGIN * machine.memory().usable_bytes) + 300_000
+    free = mock.patch.object(disk, "free_share_bytes", return_value=free_bytes)
+    with free, closing_engine(CASE, {"unit_size": 5000}) as engine:
+        found = train_steps(engine, range(3))
+        workload = engine.optimizer.plan.workload
+    with closing_engine(CASE, None) as engine:
+        expected = train_steps(engine, range(3))
+    yield {"on disk": workload.on_disk_numel, "all": workload.numel, "differences": differences(expected, found)}
+
+
+def killed(folder: str) -> Iterator[dict[str, Any]]:
+    """Save a checkpoint, and kill this process after a write of a later update."""
+    write = StateFile.write
+
+    def write_and_die(*arguments: Any) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with closing_engine(CASE, ALL_ON_DISK) as engine:
+        train_steps(engine, range(3))
+        engine.save_checkpoint(folder)
+        train_steps(engine, range(3, 4))
+        with mock.patch.object(StateFile, "write", write_and_die):
+            train_steps(engine, range(4, 6))
+    yield {"killed": False}
+
+
+def resumed(folder: str) -> Iterator[dict[str, Any]]:
+    """Yield the differences between stock and the plugin, both resumed from the checkpoint in ``folder``."""
+    found = []
+    for block in (None, ALL_ON_DISK):
+        with closing_engine(CASE, block) as engine:
+            engine.load_checkpoint(folder)
+            found.append(train_steps(engine, range(3, 6)))
+    yield {"differences": differences(*found)}
+
+
 def steps(number: str) -> Iterator[dict[str, Any]]:
     """Yield the resident memory and the open descriptors after a tenth of the steps, and after all."""
     with closing_engine(CASE, ALL_ON_DISK) as engine:
@@ -121,5 +167,6 @@ def steps(number: str) -> Iterator[dict[str, Any]]:
 if __name__ == "__main__":
     mode, *arguments = sys.argv[1:]
     with process_group():
-        for found in {"mapped": mapped, "failing": failing, "full": full, "steps": steps}[mode](*arguments):
+        modes = (mapped, failing, full, fills, killed, resumed, steps)
+        for found in {function.__name__: function for function in modes}[mode](*arguments):
             answer(found)

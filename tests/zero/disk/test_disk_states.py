@@ -48,6 +48,20 @@ def test_a_failing_disk_of_one_rank_stops_all_and_a_checkpoint_restores_the_bits
         assert of_first["differences"] == of_second["differences"] == []
 
 
+@pytest.mark.promise("P5")
+def test_states_that_do_not_fit_into_free_host_memory_are_on_disk_without_another_key() -> None:
+    ((found,),) = answers("fills")
+    assert 0 < found["on disk"] < found["all"]
+    assert found["differences"] == []
+
+
+@pytest.mark.promise("P4")
+def test_a_run_that_is_killed_after_a_write_resumes_with_the_bits_of_stock(tmp_path: Path) -> None:
+    (finished,) = run_ranks(1, ["-m", "tests.zero.disk.disk_ranks", "killed", str(tmp_path)], timeout_s=600)
+    assert finished.returncode == -9, finished.output[-5000:]
+    assert answers("resumed", str(tmp_path)) == [[{"differences": []}]]
+
+
 @pytest.mark.parametrize("steps", ["60", thorough("1000")])
 def test_training_with_states_on_disk_takes_no_more_memory_with_each_step(steps: str) -> None:
     ((early, late),) = answers("steps", steps)
