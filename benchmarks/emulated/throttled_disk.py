@@ -1,8 +1,8 @@
 """Give the plugin and stock DeepSpeed the same EMULATED disk, which reads and writes with given rates.
 
 The plugin's files are real ones, and its transfers take at least the time that they would take on the emulated disk.
-Stock's swapper gets a handle with the interface of ``deepspeed.ops.aio.aio_handle`` whose transfers take the same time:
-its own needs libaio, and blocks of 1 MB, which are too large for the small model.
+Stock's swapper gets a handle with the interface of ``deepspeed.ops.aio.aio_handle`` whose transfers take the same time,
+because its own needs libaio.
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ from unittest import mock
 
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.runtime.swap_tensor import optimizer_utils
 
 from deep_opt_states.device.state_file import StateFile
 from deep_opt_states.zero.start import disk
 from perf_model.prediction.cost import DiskRates
-
-BLOCK_BYTES = 4096
-"""The smallest tensor that stock swaps on the emulated machine."""
 
 
 class ThrottledDisk:
@@ -93,10 +89,7 @@ def swapper_on(disks: Mapping[str, ThrottledDisk]) -> Iterator[None]:
     """Let stock's swapper read and write through ``disks``, by folder, inside this context."""
     buffers: list[torch.Tensor] = []
     operator = SimpleNamespace(aio_handle=lambda **_: AioHandle(disks, buffers))
-    with (
-        mock.patch.object(AsyncIOBuilder, "load", return_value=operator),
-        mock.patch.object(optimizer_utils, "MIN_AIO_BYTES", BLOCK_BYTES),
-    ):
+    with mock.patch.object(AsyncIOBuilder, "load", return_value=operator):
         yield
 
 
