@@ -25,6 +25,8 @@ from deep_opt_states import log
 FIRST_S = 20.0
 """The seconds after which a wait is logged. Each further line doubles its seconds."""
 
+THREAD = "deep_opt_states-waiting"
+
 CALLED_BY_STEPS = ("waiting.py", "agreement.py", "ranks.py")
 """The files whose functions wait for other ranks on behalf of a step."""
 
@@ -33,7 +35,7 @@ CALLED_BY_STEPS = ("waiting.py", "agreement.py", "ranks.py")
 def waiting(step: str, explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
     """Log on this rank if the body takes long, as a warning if ``explain`` has a text, and not if it returns None."""
     ended = threading.Event()
-    threading.Thread(target=_watch, args=(step, explain, ended.wait), daemon=True).start()
+    threading.Thread(target=_watch, args=(step, explain, ended.wait), name=THREAD, daemon=True).start()
     try:
         yield
     finally:

@@ -29,6 +29,8 @@ STEPS, OVERFLOWS_IN = 4, 2
 
 def host_waits(dtype: str, block: Block) -> dict[str, Any]:
     """Train for ``STEPS`` steps, and return the two nearest callers of each wait. Gradients overflow in one step."""
+    # Each update is reported, with the time of each of its actions.
+    block = {**(block or {}), "log_every": 1}
     case = Case(
         name="host waits",
         blocks=(block,),
@@ -37,8 +39,7 @@ def host_waits(dtype: str, block: Block) -> dict[str, Any]:
         steps=STEPS,
         clip=0.3,
         poisoned={OVERFLOWS_IN: math.inf},
-        # Each update is reported, with the time of each of its actions.
-        extra={**NO_THROUGHPUT_TIMER, "steps_per_print": 1},
+        extra=NO_THROUGHPUT_TIMER,
     )
     waits: dict[str, list[list[str]]] = {"forward": [], "backward": [], "step": []}
     left_to_issue: list[int] = []

@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from deep_opt_states import waiting
 from deep_opt_states.config import ConfigError
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.zero import plugin
@@ -287,17 +288,22 @@ def attempt_to_call_later_method() -> dict[str, str | bool]:
     return {"type": "accepted", "message": ""}
 
 
+def own_threads() -> int:
+    """Return the number of threads but for those of waits, which end at once but not before their wait does."""
+    return sum(thread.name != waiting.THREAD for thread in threading.enumerate())
+
+
 def attempt_on_one_rank() -> None:
     """Refuse on rank 1 alone, print which engines and threads are left on both ranks, and train the next engine."""
     pattern = "lm_heads.*" if torch.distributed.get_rank() == 1 else "*"
     block = {"placement": [{"match": pattern, "states": "cpu"}]}
     answer(attempt({"deep_optimizer_states": block}, {}, nullcontext()))
     hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
-    threads = threading.active_count()
+    threads = own_threads()
     answer(attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext()))
     gc.collect()
     left = [type(engine).__name__ for engine in gc.get_objects() if type(engine) is DeepOptimizerStates_Stage3]
-    answer({"engines left": left, "threads left": threading.active_count() - threads})
+    answer({"engines left": left, "threads left": own_threads() - threads})
     answer(attempt({}, {}, nullcontext()))
 
 

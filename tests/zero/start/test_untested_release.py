@@ -13,7 +13,7 @@ pytestmark = [on_one_worker(RANKS.program), pytest.mark.promise("P6")]
 MISSING = {
     "private name": "Engine._hook is missing",
     "attribute": "'DeepSpeedZeroConfig' object has no attribute 'gone'",
-    "module": "import of deepspeed.runtime.superoffload",
+    "module": "import of deepspeed.runtime.zero.offload_config",
 }
 
 

@@ -61,7 +61,7 @@ def without_a_module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "deep_opt_states.zero.plugin")
         patch.delattr(zero, "plugin")
-        patch.setitem(sys.modules, "deepspeed.runtime.superoffload", None)
+        patch.setitem(sys.modules, "deepspeed.runtime.zero.offload_config", None)
         yield
 
 
