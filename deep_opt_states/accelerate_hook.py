@@ -32,4 +32,5 @@ def warn_early(module: Any) -> None:
     # Only warnings depend on them, so a release that lacks one works.
     with suppress(AttributeError):
         wrap_function_wrapper(module, "HfDeepSpeedConfig.__init__", read_config)
+    with suppress(AttributeError):
         wrap_function_wrapper(module, "map_pytorch_optim_to_deepspeed", replace_optimizer)

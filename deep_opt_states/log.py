@@ -45,7 +45,8 @@ def _this_rank() -> int:
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", lambda: False)
     if is_initialized():
         _rank = sys.modules["torch.distributed"].get_rank()
-    by_launcher = os.environ.get("RANK", "")
+    # Of PyTorch's and DeepSpeed's launchers, of srun and of mpirun.
+    by_launcher = next(filter(None, map(os.environ.get, ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))), "")
     return _rank if _rank is not None else int(by_launcher) if by_launcher.isdigit() else 0
 
 

@@ -14,10 +14,9 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from wrapt import wrap_function_wrapper
 
 from deep_opt_states import log
@@ -78,14 +77,18 @@ def watch_loader(loader: Any) -> None:
 
 
 def _explain_lock(lock: Path) -> str | None:
+    # The ranks of a node wait for the same build, and one of them says so.
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not lock.exists():
+        return "" if is_first else None
     age = timedelta(seconds=int(time.time() - lock.stat().st_mtime))
     processes = holders([lock])[lock]
     if os.getpid() in processes:
         return ""
+    if not is_first:
+        return None
     if processes:
-        # Each rank of this node waits for the same build.
-        building = f"Process {', '.join(map(str, processes))} has been building it for {age}."
-        return building if os.environ.get("LOCAL_RANK", "0") == "0" else None
+        return f"Process {', '.join(map(str, processes))} has been building it for {age}."
     return (
         f"Its lock {lock} is {age} old, and no process of this user on this machine has it open: a build that was "
         f"killed has left it. Unless another user or machine is building there now: rm {shlex.quote(str(lock))}"
@@ -113,8 +116,15 @@ def waiting_for_ranks() -> AbstractContextManager[None]:
     number = next(_collectives)
     # The collective itself reports a store that is gone.
     with suppress(RuntimeError):
-        distributed_c10d._get_default_store().set(_key(number, dist.get_rank()), "here")
+        _store().set(_key(number, dist.get_rank()), "here")
     return waiting("waiting for other ranks", partial(_missing_ranks, number, threading.get_ident()))
+
+
+def _store() -> Any:
+    # A PyTorch without collectives has no such module, and still loads extensions.
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
 
 
 def _key(number: int, rank: int) -> str:
@@ -123,7 +133,7 @@ def _key(number: int, rank: int) -> str:
 
 def _missing_ranks(number: int, thread: int) -> str | None:
     # A clone, because the waiting thread may hold the lock of its store in the first collective of NCCL.
-    store = cast(Any, distributed_c10d._get_default_store()).clone()
+    store = _store().clone()
     here = [store.check([_key(number, rank)]) for rank in range(dist.get_world_size())]
     if any(here[: dist.get_rank()]):
         return None

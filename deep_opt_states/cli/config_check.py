@@ -50,6 +50,7 @@ def _check(raw: dict[str, Any]) -> Finding:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from deep_opt_states.zero.start.accelerated import KEPT, REMOVE_KEY, keeps_optimizer
+    from deep_opt_states.zero.start.disk import check_folders, with_nvme_path
     from deep_opt_states.zero.start.refusals import refuse_config
     from deep_opt_states.zero.start.release import check_release
 
@@ -71,7 +72,9 @@ def _check(raw: dict[str, Any]) -> Finding:
     refuse_older_stage(raw)
     # Trainer fills in the values that are "auto", and the batch depends on the number of ranks.
     known = _without_auto({key: value for key, value in raw.items() if key != "train_batch_size"})
-    refuse_config(DeepSpeedConfig({**known, "train_micro_batch_size_per_gpu": 1}))
+    parsed = DeepSpeedConfig({**known, "train_micro_batch_size_per_gpu": 1})
+    refuse_config(parsed)
+    check_folders(with_nvme_path(config, parsed.zero_config.offload_optimizer))
     if keeps_optimizer(raw):
         return WARN(f'"zero_force_ds_cpu_optimizer": false: {KEPT}', REMOVE_KEY)
     return OK(f"accepted, with placement {config.placement!r}")

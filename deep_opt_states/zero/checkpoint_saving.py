@@ -33,11 +33,12 @@ class KeptError:
             return None
         try:
             return write(*args, **kwargs)
-        except (OSError, RuntimeError) as error:
-            self.error = _explained(Path(kwargs["path"] if "path" in kwargs else args[-1]), error)
-            self.error.__cause__ = error
         except Exception as error:  # noqa: BLE001 (``raise_first`` raises it)
             self.error = error
+            # PyTorch's writer of archives raises RuntimeError, which other errors than those of files also are.
+            if isinstance(error, OSError) or "inline_container" in str(error) or isinstance(error.__cause__, OSError):
+                self.error = _explained(Path(kwargs["path"] if "path" in kwargs else args[-1]), error)
+                self.error.__cause__ = error
         return None
 
     def raise_first(self) -> None:

@@ -11,8 +11,8 @@ from deep_opt_states.zero.start.older_stages import PARAGRAPH, refuse_older_stag
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 CONVERSION = (
-    "Accelerate and the Trainer then make every optimizer DeepSpeedCPUAdam, adamw_bnb_8bit and SGD as well, with L2 "
-    'decay instead of AdamW\'s: use "adamw_torch".'
+    "Accelerate and the Trainer then make every optimizer but Adagrad DeepSpeedCPUAdam, also adamw_bnb_8bit and SGD, "
+    'with L2 decay instead of AdamW\'s: use "adamw_torch".'
 )
 REMOVE_KEY = f'Remove "zero_force_ds_cpu_optimizer": false, unless the script passes a DeepSpeedCPUAdam. {CONVERSION}'
 KEPT = f'Accelerate and the Trainer keep the optimizer, and deepspeed.initialize refuses it with "{CONFIG_KEY}"'

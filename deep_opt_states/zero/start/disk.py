@@ -48,7 +48,7 @@ def with_nvme_path(config: Config, offload: Any) -> Config:
 
 def check_folders(config: Config) -> None:
     """Raise ``ConfigError`` for a folder of ``nvme_paths`` that does not exist or that this user cannot write to."""
-    remedy = 'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
+    remedy = "Name a folder of yours on a local disk."
     for number, folder in enumerate(map(Path, config.nvme_paths or [])):
         rule = "nvme_path" if number == 0 else f"{CONFIG_KEY}.nvme_paths"
         if not folder.is_dir():
@@ -82,6 +82,8 @@ def choose_states_on_disk(
     folders = [Path(path) for path in config.nvme_paths]
     each_bytes = -(-numel * widths.states // len(folders))
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
+    for doubt in sorted(set(chain(*Ranks().gather(raise_together(lambda: doubts(folders)))))):
+        log.warn(doubt)
     if numel == 0:
         log.info(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
     return placed
@@ -97,8 +99,6 @@ def with_disks(
     if not workload.on_disk_numel:
         return cost
     folders = [Path(path) for path in config.nvme_paths or []]
-    for doubt in raise_together(lambda: doubts(folders)):
-        log.warn(doubt)
     measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
     note(
