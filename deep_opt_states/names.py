@@ -18,6 +18,9 @@ CHECK_SWITCH = "DEEP_OPT_STATES_CHECK"
 ACCELERATE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 """The environment variable in which Accelerate's launcher lists the keys of ``deepspeed_config`` in its YAML file."""
 
+PARAGRAPH = "\n\n"
+"""The end of the rule and the remedy in an error, which further paragraphs may follow."""
+
 REPLACED_OPTIMIZER = "deep_opt_states_replaced"
 """The attribute of an optimizer with the class of the one that Accelerate has replaced by it."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from deep_opt_states.config import ConfigError, misplaced_error, parse_config
 from deep_opt_states.doctor import FAIL, OK, WARN, Finding
-from deep_opt_states.names import CONFIG_KEY, ignored_blocks
-from deep_opt_states.zero.start.older_stages import PARAGRAPH, refuse_older_stage
+from deep_opt_states.names import CONFIG_KEY, PARAGRAPH, ignored_blocks
+from deep_opt_states.zero.start.older_stages import refuse_older_stage
 from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.doctor import Status, examine
+from deep_opt_states.names import PARAGRAPH
 from perf_model.cli.screen import progress
 
 STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     table.add_column(overflow="fold")
     below_the_table = []
     for topic, finding in findings.items():
-        remedy, *more = finding.remedy.split("\n\n")
+        remedy, *more = finding.remedy.split(PARAGRAPH)
         below_the_table += more
         text = finding.found + (f"\n-> {remedy}" if remedy else "")
         # The value found may contain square brackets, which are markup in a str.

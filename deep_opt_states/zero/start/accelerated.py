@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deep_opt_states import log
-from deep_opt_states.names import CONFIG_KEY, REPLACED_OPTIMIZER
-from deep_opt_states.zero.start.older_stages import PARAGRAPH, refuse_older_stage
+from deep_opt_states.names import CONFIG_KEY, PARAGRAPH, REPLACED_OPTIMIZER
+from deep_opt_states.zero.start.older_stages import refuse_older_stage
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 CONVERSION = (

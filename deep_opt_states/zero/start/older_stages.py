@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.names import CONFIG_KEY, PARAGRAPH
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 NOT_IN_STAGE_3 = {
@@ -21,9 +21,6 @@ NOT_IN_STAGE_3 = {
     "use_multi_rank_bucket_allreduce",
 }
 """The keys of ``zero_optimization`` that ZeRO-3 refuses or does not read."""
-
-PARAGRAPH = "\n\n"
-"""The end of the rule and the remedy, which further paragraphs follow."""
 
 
 def refuse_older_stage(config: Mapping[str, Any]) -> None:
