@@ -27,7 +27,13 @@ class PrefixedHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 @cache
 def _logger() -> logging.Logger:
-    logger = logging.getLogger("deep_opt_states")
+    # A framework's own class of loggers may drop the INFO of all other packages, as axolotl's does.
+    frameworks_class = logging.getLoggerClass()
+    logging.setLoggerClass(logging.Logger)
+    try:
+        logger = logging.getLogger("deep_opt_states")
+    finally:
+        logging.setLoggerClass(frameworks_class)
     if not logger.handlers:
         logger.addHandler(PrefixedHandler())
         logger.propagate = False

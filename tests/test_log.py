@@ -48,6 +48,27 @@ def test_rank_0_logs_everything_and_only_levels_above_info_are_named(capsys: pyt
     ]
 
 
+def test_a_framework_whose_loggers_drop_the_information_of_others_keeps_our_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class DropsInfo(logging.Logger):
+        """A class of loggers such as axolotl's."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.addFilter(lambda record: record.levelno > logging.INFO)
+
+    monkeypatch.delitem(logging.Logger.manager.loggerDict, "deep_opt_states")
+    frameworks_class = logging.getLoggerClass()
+    logging.setLoggerClass(DropsInfo)
+    try:
+        log.info("for all")
+        assert logging.getLoggerClass() is DropsInfo
+    finally:
+        logging.setLoggerClass(frameworks_class)
+    assert capsys.readouterr().out == "[deep_opt_states] for all\n"
+
+
 def test_another_rank_logs_only_what_concerns_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
