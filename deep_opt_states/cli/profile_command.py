@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from deep_opt_states.files import replace_file
 from deep_opt_states.profiler.disk import doubts, measure_quantities
 from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
-from deep_opt_states.profiler.ranks import collective_groups, launched_ranks
+from deep_opt_states.profiler.ranks import call_on_all_ranks, collective_groups, launched_ranks
 from deep_opt_states.profiler.training_step import measure_training
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
@@ -59,6 +60,9 @@ def run(options: argparse.Namespace) -> int:
             prints_errors = is_rank_0
             num_ranks = ranks.size
             share = core_share(accelerator, ranks)
+            found = ranks.gather(call_on_all_ranks(ranks, lambda: doubts(options.nvme)))
+            for doubt in sorted(set(chain(*found))) if is_rank_0 else []:
+                print(doubt)
             groups = collective_groups(ranks, get_accelerator().communication_backend_name(), os.environ)
             measure_with = partial(measure, device, ranks, QUICK if options.quick else FULL, progress=bar)
             profile = measure_with(threads=share.threads, cores=share.cores, groups=groups)
@@ -75,8 +79,6 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if is_rank_0:
         _print(profile, num_ranks)
-        for doubt in doubts(options.nvme):
-            print(doubt)
         print(f"Written: {output}")
     return 0
 

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "glusterfs", "9p", "beegfs", "gpfs")
+"""The beginnings of the types of file systems on which Linux does not keep direct I/O and a mapping coherent."""
+
 TRIAL = bytes(range(256)) * (mmap.PAGESIZE // 256)
 """The contents of the page with which direct I/O and the mapping are compared."""
 
@@ -35,7 +38,7 @@ class StateFile:
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder
-        self.fd, self.is_direct = _create(folder)
+        self.fd, self.is_direct = _create(folder, direct=not file_system(folder).startswith(NETWORK))
         self.close = weakref.finalize(self, os.close, self.fd)
         # At exit a write may be in flight, and another file could get the same descriptor.
         self.close.atexit = False
@@ -97,9 +100,18 @@ class StateFile:
         return DiskError(
             f"The optimizer states must be readable and writable in {self.folder}{free}; found that {found}: "
             f"{os.strerror(error.errno or errno.EIO)}.\n"
-            f"Look for errors of this disk in dmesg, free space on it, or set another nvme_path, and resume from the "
+            f"Look for errors of this disk in dmesg, free space on it, or set another folder, and resume from the "
             f"last checkpoint."
         )
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that holds ``folder``, such as "ext4"; empty if it is not known."""
+    try:
+        types = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
+    except OSError:
+        return ""
+    return types.get(max(filter(folder.resolve().is_relative_to, types), key=len, default=""), "")
 
 
 def check_free_space(folders: Sequence[Path], needed_bytes: int, ranks: int) -> None:
@@ -109,18 +121,18 @@ def check_free_space(folders: Sequence[Path], needed_bytes: int, ranks: int) -> 
         free_bytes, all_bytes = shutil.disk_usage(folder).free, disks[folder.stat().st_dev] * ranks * needed_bytes
         if all_bytes > free_bytes:
             raise DiskError(
-                f"nvme_path: must have room for the optimizer states of the {ranks} ranks of this node, found "
-                f"{_gb(all_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
-                f"Free space there, or set another nvme_path. With a larger host_memory_gb, fewer states are on disk."
+                f"nvme_path or nvme_paths: must have room for the optimizer states of the {ranks} ranks of this node, "
+                f"found {_gb(all_bytes)} needed and {_gb(free_bytes)} free at {folder}.\n"
+                f"Free space there, or set another folder. With a larger host_memory_gb, fewer states are on disk."
             )
 
 
-def _create(folder: Path) -> tuple[int, bool]:
+def _create(folder: Path, *, direct: bool) -> tuple[int, bool]:
     """Return the descriptor of a new file without a name, and whether it is open for direct I/O."""
     try:
-        for direct in (os.O_DIRECT, 0):
+        for flags in (os.O_DIRECT, 0) if direct else (0,):
             try:
-                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600), bool(direct)
+                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600), bool(flags)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
                     raise
@@ -129,8 +141,8 @@ def _create(folder: Path) -> tuple[int, bool]:
         return fd, False
     except OSError as error:
         raise DiskError(
-            f"nvme_path: must be a folder in which files can be created, found {folder}: {error.strerror}.\n"
-            f'Set "nvme_path" in "offload_optimizer" to a folder of yours on a local disk.'
+            f"nvme_path or nvme_paths: must be folders in which files can be created, found {folder}: "
+            f"{error.strerror}.\nSet a folder of yours on a local disk."
         ) from error
 
 

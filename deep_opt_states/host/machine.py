@@ -61,14 +61,6 @@ def memory() -> HostMemory:
     return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
 
 
-def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds ``folder``, such as "ext4"; empty if no mount is known."""
-    import psutil
-
-    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
-    return str(types.get(max(filter(folder.resolve().is_relative_to, types), key=len, default=""), ""))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Core:
     """A physical core: its logical CPUs that this process may use, in ascending order, and its NUMA node if known."""

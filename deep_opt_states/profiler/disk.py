@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deep_opt_states.device.state_file import StateFile
-from deep_opt_states.host import machine
+from deep_opt_states.device.state_file import StateFile, file_system
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks
 from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import DISK_QUANTITIES, Measurement
@@ -39,13 +38,13 @@ def doubts(folders: Sequence[Path]) -> list[str]:
     """Return in which of ``folders`` memory, and not a disk, may answer. Raise ``DiskError``."""
     found = []
     for folder in folders:
-        file, kind = StateFile(folder, mmap.PAGESIZE), machine.file_system(folder)
+        file, kind = StateFile(folder, mmap.PAGESIZE), file_system(folder)
         file.reserve(0, mmap.PAGESIZE)
         file.check_coherence(0)
         if kind in ("tmpfs", "ramfs", "overlay"):
-            found.append(f"{folder} is on {kind}: memory or a container's layer may answer, and no disk")
+            found.append(f"{folder} is on {kind}: memory or a container's layer may answer instead of a disk")
         elif not file.is_direct:
-            found.append(f"{folder} has no direct I/O (O_DIRECT) that agrees with the page cache: that is used")
+            found.append(f"{folder} has no direct I/O (O_DIRECT) that agrees with the page cache, which is used")
     return found
 
 

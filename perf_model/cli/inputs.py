@@ -28,7 +28,7 @@ MAX_UNITS = 10_000
 MOST_RANKS_PER_NODE = 8
 """The most ranks that are assumed to share a host if ``--ranks-per-node`` is not given."""
 
-CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "gpu_memory_margin_gb", "sub_group_size")
+CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "host_memory_gb", "gpu_memory_margin_gb", "sub_group_size")
 """The options that are written to the config only if the user gave them."""
 
 

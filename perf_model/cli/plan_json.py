@@ -118,6 +118,9 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     if "gpu_memory_gb" in given and planned and found.budgets.gpu_bytes is not None:
         # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
+    if found.disk_bytes and "host_memory_gb" in given and found.budgets.host_bytes is not None:
+        # The option is the memory of the machine, and the key is the part of it that training leaves to the optimizer.
+        block["host_memory_gb"] = found.budgets.host_bytes * job.ranks_on_node / GB
     if planned and inputs.limits.eager == 0:
         block["eager"] = False
     if "gpu_memory_margin_gb" in given and planned:

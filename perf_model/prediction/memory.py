@@ -277,7 +277,7 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
         host_bytes = sum(widths.on_host.values()) * numel - widths.states * on_disk_numel
         line += f"{size(host_bytes)} of host memory"
         if on_disk_numel:
-            line += f", {on_disk_numel:,} of them on disk with {size(widths.states * on_disk_numel)}"
+            line += f", states of {on_disk_numel:,} parameters, {size(widths.states * on_disk_numel)}, on disk"
         if placement is Placement.STREAMED:
             slot = size(widths.states * schedule.slot_numel)
             line += f", on the accelerator {counted(schedule.num_slots, 'slot')} of {slot}"
@@ -295,4 +295,4 @@ def total_reserved(reservations: Iterable[Reservation]) -> str:
     for reservation in reservations:
         taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
     pinned, on_accelerator = (size(taken_bytes[kind]) for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR))
-    return f"{pinned} of page-locked host memory, {on_accelerator} on the accelerator"
+    return f"{pinned} of host memory, {on_accelerator} on the accelerator"

@@ -7,10 +7,12 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from deep_opt_states.device import state_file
 from deep_opt_states.profiler import disk
 from deep_opt_states.profiler.disk import doubts, measure_disks, measure_quantities
 from deep_opt_states.profiler.probes import ProbeError
@@ -91,7 +93,7 @@ def test_disks_are_measured_with_the_blocks_and_the_io_of_training(tmp_path: Pat
     assert min(both_folders) > 0
     assert found.keys() == DISK_QUANTITIES.keys()
     assert all(len(measurement.samples) == 3 and min(measurement.samples) > 0 for measurement in found.values())
-    with pytest.raises(ProbeError, match="nvme_path: must be a folder in which files can be created"):
+    with pytest.raises(ProbeError, match="nvme_path or nvme_paths: must be folders in which files can be created"):
         measure_quantities(Ranks(), [tmp_path / "none"])
     assert list(tmp_path.iterdir()) == []
 
@@ -109,3 +111,18 @@ def test_a_folder_without_direct_io_or_without_a_disk_is_named(tmp_path: Path) -
 
     with mock.patch.object(os, "open", refuse):
         assert "has no direct I/O" in doubts([tmp_path])[0]
+    # Linux keeps direct I/O and mappings coherent on local file systems only.
+    for kind in ("nfs4", "fuse.sshfs", "lustre"):
+        with mock.patch.object(state_file, "file_system", lambda folder, kind=kind: kind):
+            assert "has no direct I/O" in doubts([tmp_path])[0]
+
+
+def test_the_block_of_a_plan_for_a_limited_host_memory_repeats_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    def block(*options: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(planned(capsys, "--json", *options))["deepspeed_config"]
+        return dict(found["deep_optimizer_states"])
+
+    limits = [block("--nvme", "6.5,5", "--host-memory-gb", limit)["host_memory_gb"] for limit in ("64", "96")]
+    assert limits[1] - limits[0] == pytest.approx(32)
+    assert limits[0] < 64, "the system and the process are not left to the optimizer"
+    assert "host_memory_gb" not in block("--host-memory-gb", "300")

@@ -73,7 +73,15 @@ def choose_states_on_disk(
         free_bytes = int(config.host_memory_gb * GB / ranks.on_node)
     host_bytes = max(0, min(Ranks().gather(free_bytes)))
     placed = place_on_disk(sub_groups, widths, host_bytes, config.rules.placement_of, config.disk_unit_size)
-    numel = sum(partition.numel for partition in chain.from_iterable(placed) if partition.is_on_disk)
+    partitions = list(chain.from_iterable(placed))
+    numel = sum(partition.numel for partition in partitions if partition.is_on_disk)
+    kept_bytes = sum(partition.numel for partition in partitions) * sum(widths.on_host.values()) - numel * widths.states
+    # A limit of 0 asks for as little as possible.
+    if kept_bytes > host_bytes > 0:
+        log.warn_this_rank(
+            f"gradients and states that are never on disk need {size(kept_bytes)} of host memory per rank, found "
+            f'{size(host_bytes)} by "host_memory_gb" or by what is free: training may run out of host memory'
+        )
     if mmap.PAGESIZE != PAGE_BYTES:
         raise DiskError(
             f"States on disk are in pages of {PAGE_BYTES} bytes, found {mmap.PAGESIZE} on this machine.\n"
@@ -102,7 +110,8 @@ def with_disks(
     measured = Ranks().gather(raise_together(lambda: measure_disks(folders)))
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
     note(
-        f"Disks, per rank: {size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
+        f"{size(workload.on_disk_numel * widths.states)} of states per rank are in {', '.join(map(str, folders))}: "
+        f"{size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
         f"{size(int(rates.both))}/s both at once."
     )
     return cost.with_disk(rates, widths)
