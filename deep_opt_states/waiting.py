@@ -31,8 +31,11 @@ CALLED_BY_STEPS = ("waiting.py", "agreement.py", "ranks.py")
 
 
 @contextmanager
-def waiting(step: str, explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
-    """Log on this rank if the body takes long, as a warning if ``explain`` has a text, and not if it returns None."""
+def waiting(step: str | Callable[[], str], explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
+    """Log on this rank if the body takes long, as a warning if ``explain`` has a text, and not if it returns None.
+
+    ``step`` names the wait, or is a function that names it and how far it is.
+    """
     ended = threading.Event()
     threading.Thread(target=_watch, args=(step, explain, ended.wait), name=THREAD, daemon=True).start()
     try:
@@ -41,7 +44,9 @@ def waiting(step: str, explain: Callable[[], str | None] = lambda: "") -> Iterat
         ended.set()
 
 
-def _watch(step: str, explain: Callable[[], str | None], has_ended: Callable[[float], bool]) -> None:
+def _watch(
+    step: str | Callable[[], str], explain: Callable[[], str | None], has_ended: Callable[[float], bool]
+) -> None:
     began_s, pause_s, waited_s, was_logged = time.monotonic(), FIRST_S, 0.0, False
     while not has_ended(pause_s):
         waited_s = pause_s = waited_s + pause_s
@@ -52,9 +57,9 @@ def _watch(step: str, explain: Callable[[], str | None], has_ended: Callable[[fl
         if text is not None:
             was_logged = True
             tell = log.warn_this_rank if text else log.info_this_rank
-            tell(f"{step}: {waited_s:.0f} s so far. {text}".rstrip())
+            tell(f"{step() if callable(step) else step}: {waited_s:.0f} s so far. {text}".rstrip())
     if was_logged:
-        log.info_this_rank(f"{step}: done after {time.monotonic() - began_s:.0f} s")
+        log.info_this_rank(f"{step() if callable(step) else step}: ended after {time.monotonic() - began_s:.0f} s")
 
 
 def watch_loader(loader: Any) -> None:

@@ -60,7 +60,7 @@ def test_a_long_wait_is_logged_ever_more_rarely_until_it_ends(
 ) -> None:
     assert watch(explanation, [True, True, True, False]) == [20.0, 20.0, 40.0, 80.0]
     assert lines[:3] == [f"{begins} {waited} s{ends}" for waited in (20, 40, 80)]
-    assert lines[3].startswith("compiling: done after ")
+    assert lines[3].startswith("compiling: ended after ")
     assert len(lines) == 4
 
 
@@ -74,7 +74,7 @@ def test_the_watcher_runs_beside_the_body_and_ends_with_it(monkeypatch: pytest.M
     logged, ended = threading.Event(), threading.Event()
 
     def tell(line: str) -> None:
-        (ended if "done" in line else logged).set()
+        (ended if "ended" in line else logged).set()
 
     monkeypatch.setattr(log, "info_this_rank", tell)
     with waiting.waiting("measuring"):

@@ -11,8 +11,8 @@ from deep_opt_states.zero.start.older_stages import refuse_older_stage
 from deep_opt_states.zero.start.unsupported import Unsupported
 
 CONVERSION = (
-    "Accelerate and the Trainer then make every optimizer but Adagrad DeepSpeedCPUAdam, also adamw_bnb_8bit and SGD, "
-    'with L2 decay instead of AdamW\'s: use "adamw_torch".'
+    'Use "adamw_torch": without the key, Accelerate and the Trainer replace every optimizer but Adagrad by '
+    "DeepSpeedCPUAdam, also adamw_bnb_8bit and SGD, which then have L2 decay instead of AdamW's."
 )
 REMOVE_KEY = f'Remove "zero_force_ds_cpu_optimizer": false, unless the script passes a DeepSpeedCPUAdam. {CONVERSION}'
 KEPT = f'Accelerate and the Trainer keep the optimizer, and deepspeed.initialize refuses it with "{CONFIG_KEY}"'
@@ -56,5 +56,5 @@ def warn_of_optimizer(optimizer: Any, sub_group_size: int) -> None:
     if sub_group_size == 0:
         log.warn(
             '"sub_group_size": 0 makes each parameter a sub-group and a unit, and the host takes time for each. '
-            'New runs do without: "sub_group_size": 1e9'
+            'Set "sub_group_size": 1e9 in new runs.'
         )

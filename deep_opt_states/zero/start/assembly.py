@@ -209,8 +209,12 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         kernels.append(device_adam)
     executor = Executor(plan.schedule, memory.units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
-    with waiting(f"preparing {size(memory_of(plan, context.setup).pinned_bytes)} of page-locked host memory"):
-        executor.touch(memory.untouched)
+    untouched, touched, host = memory.untouched, 0, size(memory_of(plan, context.setup).pinned_bytes)
+    numel = sum(tensors.master.numel() for tensors in untouched)
+    with waiting(lambda: f"preparing {host} of host memory, {touched / numel:.0%} of the states touched"):
+        for tensors in untouched:
+            executor.touch([tensors])
+            touched += tensors.master.numel()
         masters = [
             _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
         ]
@@ -283,7 +287,8 @@ def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tu
     if config.nvme_paths:
         raise Unsupported(
             f'zero_optimization.offload_optimizer.device: must be "cpu" where a rank cannot use the plugin\'s own CPU '
-            f'kernel, found "nvme" ({choice.why or "the log of that rank has the reason"}).\nRemove the cause.'
+            f'kernel, found "nvme" ({choice.why or "the log of that rank has the reason"}).\n'
+            'Remove the cause, or set "device": "cpu".'
         )
     return config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS, "eager": False}), False
 
