@@ -68,12 +68,11 @@ class Config(BaseModel):
         Literal["planned", "cpu", "streamed", "stride"]
         | Annotated[InstanceOf[PlacementRules], WithJsonSchema({"type": "array", "items": {"type": "object"}})]
     ) = "planned"
-    """Where the optimizer states are kept and updated, by unit: a part of one sub-group, cut along layers where
-    possible. `"planned"` chooses the placements for which the performance model predicts the shortest exposed update
-    time on this machine. `"cpu"` updates all units on the CPU. `"streamed"` keeps all states in host memory, copies
-    each unit to the accelerator, updates it there and copies it back. `"stride"` streams every k-th unit, where
-    `update_stride` is k, and updates the others on the CPU. A list of objects places parameters by name, also
-    `"resident"` in the memory of the accelerator: see [Rules by name](#rules-by-name)."""
+    """Where optimizer states are kept and updated, by unit: a part of one sub-group, cut along layers where possible.
+    `"planned"` chooses the placements with the shortest predicted exposed update time. `"cpu"` updates all units on the
+    CPU. `"streamed"` copies each unit to the accelerator, updates it there and copies it back. `"stride"` streams every
+    k-th unit, where `update_stride` is k, and updates the others on the CPU. A list of objects places parameters by
+    name, also `"resident"` in the memory of the accelerator: see [Rules by name](#rules-by-name)."""
 
     update_stride: int | None = Field(default=None, ge=2)
     """The stride k of `"placement": "stride"`, the rule of the paper: unit i, counted from 0, is streamed if i + 1 is a
@@ -99,7 +98,7 @@ class Config(BaseModel):
 
     cpu_threads: int | None = Field(default=None, ge=1)
     """The number of threads with which each rank updates on the CPU. Defaults to one per physical core of the rank's
-    share of its node; on a GPU, less the cores that launch its kernels ([CPU cores](cpu_cores.md)). The number does not
+    share of its node; on a GPU, less the cores that launch its kernels ([CPU cores](#cpu-cores)). The number does not
     depend on `OMP_NUM_THREADS`."""
 
     bind_cores: bool = True
@@ -125,8 +124,8 @@ class Config(BaseModel):
     host memory in any case."""
 
     nvme_paths: list[str] | None = Field(default=None, min_length=1)
-    """Folders on further disks beside `nvme_path` of `offload_optimizer`. All folders share each state on disk equally,
-    and are read and written at once."""
+    """Folders on further disks, in addition to `nvme_path` of `offload_optimizer`. Each state on disk is divided
+    equally among all folders, which are read and written at the same time."""
 
     overlap_backward: bool = True
     """Whether to prefetch the states of streamed units into free staging slots during backward."""
@@ -140,9 +139,9 @@ class Config(BaseModel):
     eager: bool | Literal["planned"] = "planned"
     """Whether CPU updates start in backward, as soon as the gradients of a unit are complete, into a second version of
     the unit's states, which takes 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is
-    clipped or skipped, the unit is updated again after the norm is known, from its untouched states: the bits are the
-    same. `"planned"` lets the planner choose these units, within half of the host memory that is free. `true` takes all
-    units that the CPU updates. No effect with `"overlap_backward": false`."""
+    clipped or skipped, the unit is updated again after the norm is known, from its untouched states, with the same
+    bits. `"planned"` lets the planner choose these units, within half of the free host memory. `true` takes all units
+    that the CPU updates. No effect with `"overlap_backward": false`."""
 
     log_every: int = Field(default=100, ge=1)
     """The number of steps from one line of the log to the next: see [Monitoring](monitoring.md#the-log). DeepSpeed's

@@ -193,7 +193,7 @@ CPU_ADAM = (DeepSpeedCPUAdam, {"lr": LEARNING_RATE})
 the script passes another, and the plugin refuses it (``software_gpu/published_configs/test_published_configs.py``)."""
 
 AXOLOTL_WITHOUT_ITS_KEY = {key: value for key, value in AXOLOTL.items() if key != "zero_force_ds_cpu_optimizer"}
-"""The remedy of ``docs/compatibility.md``: Accelerate replaces the optimizer that the Trainer creates."""
+"""The remedy of ``docs/troubleshooting.md``: Accelerate replaces the optimizer that the Trainer creates."""
 
 RUNS: dict[str, Callable[[Path], Report]] = {
     "Trainer": partial(run_trainer, auto_config()),
