@@ -101,10 +101,22 @@ def test_the_reference_lists_what_may_be_imported() -> None:
     assert sorted(rows) == sorted(exported)
 
 
-def test_every_promise_has_a_test() -> None:
-    rows = [line for line in (REPOSITORY / "docs" / "testing.md").read_text().splitlines() if line.startswith("| P")]
-    assert len(rows) == 7, "one row for each of the six promises, and the heading"
-    assert all("test_" in row for row in rows[1:])
+def test_every_promise_has_tests_and_selecting_it_lists_them(pytestconfig: pytest.Config) -> None:
+    stated = re.findall(r"^- \*\*(P\d) ", (REPOSITORY / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    registered = [line.partition(":")[0] for line in pytestconfig.getini("markers")]
+    assert stated == [name for name in registered if re.fullmatch(r"P\d", name)] != []
+    with_promise = {
+        promise: [
+            path
+            for path in (REPOSITORY / "tests").rglob("test_*.py")
+            if re.search(rf"pytest\.mark\.promise\([^)]*\"{promise}\"", path.read_text(encoding="utf-8"))
+        ]
+        for promise in stated
+    }
+    assert all(with_promise.values()), with_promise
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "P3", "tests/test_config.py"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    assert re.findall("::(.*)", listed) == ["test_accelerate_accepts_a_block_that_writes_all_defaults_down"]
 
 
 def test_the_readme_has_fewer_than_1000_words() -> None:
