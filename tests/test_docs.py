@@ -50,8 +50,8 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert not dead_links(page)
 
 
-# The changelog names files of earlier versions.
-CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+# The changelog and the reports of measurements name files of earlier versions, and reports are never edited.
+CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "reports"]
 
 
 @pytest.mark.parametrize("page", CURRENT_PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
