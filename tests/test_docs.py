@@ -102,7 +102,7 @@ def test_the_reference_lists_what_may_be_imported() -> None:
 
 
 def test_every_promise_has_tests_and_selecting_it_lists_them(pytestconfig: pytest.Config) -> None:
-    stated = re.findall(r"^- \*\*(P\d) ", (REPOSITORY / "docs/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    stated = re.findall(r"^- \*\*(P\d) ", (REPOSITORY / "docs/dev/design.md").read_text(encoding="utf-8"), re.MULTILINE)
     registered = [line.partition(":")[0] for line in pytestconfig.getini("markers")]
     assert stated == [name for name in registered if re.fullmatch(r"P\d", name)] != []
     with_promise = {
