@@ -1,4 +1,4 @@
-"""Order the tests, remove shared memory and the processor cache around a session, and provide common fixtures."""
+"""Mark and order the tests, remove shared memory and the processor cache, and provide common fixtures."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ SLOWEST_FIRST = (
 """Folders and files of the longest tests. If such a test ran last, the other workers of pytest-xdist would be idle."""
 
 BUFFERS_BEFORE = pytest.StashKey[set[Path]]()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Add a marker for each promise of the test, so that ``pytest -m P1 --collect-only`` lists the tests of P1."""
+    for marker in item.iter_markers("promise"):
+        for name in marker.args:
+            item.add_marker(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

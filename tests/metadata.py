@@ -21,6 +21,6 @@ def python_versions() -> list[str]:
 
 
 def changelog() -> dict[str, str]:
-    """Return the text of each section of the changelog, by its version or ``Unreleased``."""
+    """Return the text of each section of the changelog, by its version. The first one is not released yet."""
     _, *found = re.split(r"^## \[(.+?)\].*$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
     return {heading: text.strip() for heading, text in zip(found[::2], found[1::2], strict=True)}

@@ -147,7 +147,7 @@ def test_parameters_are_refused_without_one_benchmark(command: str, capsys: pyte
 
 @pytest.mark.thorough
 def test_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    page = RESULTS.parents[1] / "docs" / "benchmarking.md"
+    page = RESULTS.parents[1] / "docs" / "dev" / "benchmarking.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     script = tmp_path / "clipping.py"
     script.write_text(example + RUN_EXAMPLE)

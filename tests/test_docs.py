@@ -52,8 +52,8 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert not dead_links(page)
 
 
-# The changelog names files of earlier versions.
-CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+# The changelog and the reports of measurements name files of earlier versions, and reports are never edited.
+CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "reports"]
 
 
 @pytest.mark.parametrize("page", CURRENT_PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -103,10 +103,22 @@ def test_the_reference_lists_what_may_be_imported() -> None:
     assert sorted(rows) == sorted(exported)
 
 
-def test_every_promise_has_a_test() -> None:
-    rows = [line for line in (REPOSITORY / "docs" / "testing.md").read_text().splitlines() if line.startswith("| P")]
-    assert len(rows) == 7, "one row for each of the six promises, and the heading"
-    assert all("test_" in row for row in rows[1:])
+def test_every_promise_has_tests_and_selecting_it_lists_them(pytestconfig: pytest.Config) -> None:
+    stated = re.findall(r"^- \*\*(P\d) ", (REPOSITORY / "docs/dev/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+    registered = [line.partition(":")[0] for line in pytestconfig.getini("markers")]
+    assert stated == [name for name in registered if re.fullmatch(r"P\d", name)] != []
+    with_promise = {
+        promise: [
+            path
+            for path in (REPOSITORY / "tests").rglob("test_*.py")
+            if re.search(rf"pytest\.mark\.promise\([^)]*\"{promise}\"", path.read_text(encoding="utf-8"))
+        ]
+        for promise in stated
+    }
+    assert all(with_promise.values()), with_promise
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "P3", "tests/test_config.py"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    assert re.findall("::(.*)", listed) == ["test_accelerate_accepts_a_block_that_writes_all_defaults_down"]
 
 
 PAGES_FOR_USERS = (

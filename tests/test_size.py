@@ -1,4 +1,4 @@
-"""Hold the lines of the product to the table in docs/design.md, and those of the files to read first to their limit."""
+"""Hold the lines of the product to the table in docs/dev/design.md, and the files to read first to their limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-DESIGN = (REPOSITORY / "docs/design.md").read_text()
+DESIGN = (REPOSITORY / "docs/dev/design.md").read_text()
 
 MOST_OF_EIGHT_FILES = 2_000
 

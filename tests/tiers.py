@@ -1,4 +1,4 @@
-"""Mark the test parameters that ``make test`` omits and ``make test-all`` runs: see docs/testing.md."""
+"""Mark the test parameters that ``make test`` omits and ``make test-all`` runs: see docs/dev/testing.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: config keys, releases that were tried, and the tests of each promise.
+"""Write the generated parts of the documentation: config keys and releases that were tried.
 
 ``python tools/generate_docs.py`` writes them; ``--check`` exits with 1 if a committed page differs, and writes nothing.
 Only ``--all`` also writes the predicted sizes, which takes a minute. A test checks some rows of them.
@@ -7,25 +7,16 @@ A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PROMISES = {
-    "P1": "Exact",
-    "P2": "Placement does not change the result",
-    "P3": "Enabled by JSON alone",
-    "P4": "Stock checkpoints",
-    "P5": "Chosen by measurement",
-    "P6": "Loud",
-}
 
 
 def config_table() -> str:
@@ -129,37 +120,6 @@ def _tried_with(entries: Iterable[Mapping[str, Any]], package: str) -> str:
     return f"Tried with {name} {version} and Python {python} on the CPU accelerator."
 
 
-def promise_table() -> str:
-    """Return one table row for each promise, with the tests that have its marker."""
-    tests: dict[str, list[str]] = {promise: [] for promise in PROMISES}
-    for path in sorted((REPOSITORY / "tests").rglob("test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        link = f"[{path.relative_to(REPOSITORY)}](../{path.relative_to(REPOSITORY)})"
-        for promise in _promises(tree):
-            tests[promise].append(f"{link}, all tests")
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                for promise in (name for marker in node.decorator_list for name in _marked(marker)):
-                    tests[promise].append(f"{link}, `{node.name}`")
-    rows = ["| Promise | Tests |", "|---|---|"]
-    rows += [f"| {promise} {title} | {'<br>'.join(tests[promise])} |" for promise, title in PROMISES.items()]
-    return "\n".join(rows)
-
-
-def _promises(tree: ast.Module) -> Iterator[str]:
-    """Yield the promises that a module's ``pytestmark`` names."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            for value in node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]:
-                yield from _marked(value)
-
-
-def _marked(marker: ast.expr) -> Iterator[str]:
-    """Yield the promises of ``pytest.mark.promise("P1", "P2")``."""
-    if isinstance(marker, ast.Call) and ast.unparse(marker.func) == "pytest.mark.promise":
-        yield from (ast.literal_eval(argument) for argument in marker.args)
-
-
 def sizes_part() -> str:
     """Return the tables of predicted sizes."""
     from tools.sizes import sizes_tables
@@ -180,7 +140,6 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "releases of torch": ("docs/compatibility.md", torch_table),
     "releases of python": ("docs/compatibility.md", python_table),
     "frameworks": ("docs/compatibility.md", frameworks_table),
-    "promises": ("docs/testing.md", promise_table),
     "from ZeRO-2": ("docs/sizes.md", from_stage_2_part),
 }
 

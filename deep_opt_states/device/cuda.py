@@ -55,7 +55,7 @@ class CudaDevice:
     by tens of milliseconds. Stream priorities have no effect on copies (``cudaStreamCreateWithPriority``). Therefore
     large copies are divided into chunks of at most ``chunk_bytes``. The empty kernel after each chunk lets copies of
     other streams overtake. NVIDIA does not document this, but it was measured (meta-pytorch/torchrec#4315,
-    docs/benchmarking.md).
+    benchmarks/reports/2026-11-29.md).
     """
 
     shares_host_memory = False

@@ -1,4 +1,7 @@
-"""Activation checkpointing with ``cpu_checkpointing`` loses the inputs on the CPU accelerator."""
+"""Activation checkpointing with ``cpu_checkpointing`` loses the inputs on the CPU accelerator.
+
+The copy in host memory is the tensor itself (``checkpointing.py``, ``get_cpu_activations_for_backward``).
+"""
 
 import deepspeed
 import torch

@@ -1,4 +1,7 @@
-"""An engine with the decoupled writer cannot load the checkpoint that it has saved."""
+"""An engine with the decoupled writer cannot load the checkpoint that it has saved.
+
+``torch.load`` is called without ``weights_only=False``. A config without the writer loads these checkpoints.
+"""
 
 import tempfile
 

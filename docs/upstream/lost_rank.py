@@ -1,4 +1,7 @@
-"""A rank that is lost inside init_distributed leaves the other one waiting without limit, whatever the timeout is."""
+"""A rank that is lost inside init_distributed leaves the other one waiting without limit, whatever the timeout is.
+
+The ranks wait for its shared memory in ``csrc/cpu/comm/shm.cpp``, line 400, and load a core fully.
+"""
 
 import faulthandler
 import os

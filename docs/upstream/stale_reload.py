@@ -1,4 +1,7 @@
-"""``reload_states`` restores old parameters after a pinned and then an unpinned offload. Runs on the software GPU."""
+"""``reload_states`` restores old parameters after a pinned and then an unpinned offload. Runs on the software GPU.
+
+``stage3.py`` uses ``lp_param_contiguous_pin_buffer`` whenever there was one.
+"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Model the cost of an action: the time that it takes alone, and the amount of each shared resource that it uses.
 
-Actions that overlap share resources. ``relative_speeds`` computes their slowdown from the amounts. ``docs/design.md``
-explains the model.
+Actions that overlap share resources. ``relative_speeds`` computes their slowdown from the amounts.
+``docs/dev/performance_model.md`` explains the model.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ NEAREST_HOST = Overheads(
     cpu_slowdown=0.4,
     source="our runs on H100 and H200, with hosts of 16 cores, and not of this machine",
 )
-"""The seconds on the only hosts that this project measured (docs/planning.md has the rows of each term)."""
+"""The seconds on the only hosts that this project measured (docs/dev/performance_model.md lists all terms)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ def test_every_python_of_the_metadata_was_tried_at_a_release() -> None:
     named = set(python_versions())
     tried = {version.rpartition(".")[0] for version in TRIED["python"]}
     # Between two releases, the distributions of the next one cannot have been tried with all interpreters yet.
-    is_release = changelog()["Unreleased"] == ""
+    is_release = next(iter(changelog().values())) == ""
     assert tried == named if is_release else tried <= named, "run make release-check"
 
 

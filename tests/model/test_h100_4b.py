@@ -1,7 +1,8 @@
 """Compare predictions with a training run of 4 billion parameters on an H100, which is not reproduced within the aims.
 
 The aims are 10 % of the iteration, and 30 % or 20 ms of the exposed time. No slowdown is in the predictions. With the
-slowdown of the first steps of that run, exposed times are predicted 96 to 100 % too short (docs/planning.md).
+slowdown of the first steps of that run, exposed times are predicted 96 to 100 % too short. The report
+of 2026-11-29 lists all of them.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_iterations_of_both_arms_are_predicted_within_the_aims() -> None:
 
 
 def test_speed_ups_and_updates_of_stock_are_within_the_aims_in_the_median_and_not_at_worst() -> None:
-    """Check the figures that docs/planning.md states. The first H100 and the first H200 were faster than the others."""
+    """Check the figures of the report of 2026-11-29. The first H100 and the first H200 were faster than the others."""
     assert rounded(errors_of_1b()["speed-up"]) == (0.05, 0.21)
     assert sum(abs(error) > 0.15 for error in errors_of_1b()["speed-up"]) == 2
     assert rounded([*errors_of_1b()["update"], *errors_of_4b()["update"]]) == (0.10, 0.22)

@@ -445,7 +445,7 @@ def test_published_iterations_on_more_nodes_are_predicted_better_than_by_seconds
 def test_the_rules_of_plan_at_the_same_rates_predict_published_updates_less_well(
     in_sweep: RunComparison, across_models: RunComparison
 ) -> None:
-    """Check the figures that docs/planning.md states: a simulated update, and gradients that backward hides."""
+    """Check the figures of the report of 2026-11-29: a simulated update, and gradients that backward hides."""
     found = [
         rounded(found.errors_of(quantity, RULES_OF_PLAN, where=RULES_OF_PLAN))
         for found in (in_sweep, across_models)

@@ -1,4 +1,4 @@
-"""Check where a step makes the host wait for the device: the numbers are those of the table in docs/design.md."""
+"""Check where a step makes the host wait for the device: the numbers are those of the table in docs/dev/design.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.software_gpu.blocking.blocking_ranks import STEADY_FROM, STEPS
 from tests.tiers import thorough
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
-DESIGN = Path(__file__).parents[3] / "docs" / "design.md"
+DESIGN = Path(__file__).parents[3] / "docs" / "dev" / "design.md"
 
 STEADY_STEPS = STEPS - STEADY_FROM
 
