@@ -303,9 +303,9 @@ An iteration is {gpu_range} times as fast as with stock DeepSpeed on one GPU, {c
 
 *Stock* is DeepSpeed's ZeRO-3 with optimizer offloading and its defaults; the plugin trains the same model on the same
 data. A speed-up is the median of interleaved runs with its 20th to 80th percentile; without these, it divides two
-medians. The *cost* of the update is an iteration less one of the same engine without an update, in % of stock's.
-*Retained* are the tokens per second, of those without offload. A pair is stock's and the plugin's. *Same bits*: losses
-and weights equal stock's. `-`: not measured.
+medians. The *cost* is an iteration less one of the same engine without an update, in % of stock's. *Retained*: tokens
+per second, of those without offload. A pair is stock's and the plugin's. *Same bits*: losses and weights equal stock's.
+`-`: not measured.
 
 ## Measured on GPUs
 
@@ -316,7 +316,7 @@ recomputation, and 8 GB or, with the empty block, all that is free. The memory i
 
 ## Measured without a GPU
 
-Sequences of 64 bytes. The memory is the host's.
+Sequences of 64 bytes; `1x4` accumulates 4 micro-batches of 1. The memory is the host's.
 
 {CPU}
 
