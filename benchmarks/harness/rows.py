@@ -196,12 +196,6 @@ def format_row(row: Mapping[str, Any]) -> tuple[str, str]:
     return median, " to ".join(ends)
 
 
-def format_with_spread(row: Mapping[str, Any]) -> str:
-    """Return the median with its spread in parentheses, or the value."""
-    value, spread = format_row(row)
-    return f"{value} ({spread})" if spread else value
-
-
 def _format_number(value: float, unit: str) -> str:
     return _FORMATS[unit](value) if unit in _FORMATS else f"{value:.4g} {unit}".strip()
 
