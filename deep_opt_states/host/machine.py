@@ -61,6 +61,12 @@ def memory() -> HostMemory:
     return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
 
 
+def process_bytes() -> int:
+    """Return the bytes of host memory that this process uses now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds ``folder``, such as "ext4"; empty if no mount is known."""
     import psutil
