@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -41,9 +42,10 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
 
-    def open(self, path: Path, width: int) -> None:
-        """Open the page in a window of ``width`` CSS pixels, and wait until it has loaded."""
+    def open(self, path: Path, width: int, *, scheme: str = "light") -> None:
+        """Open the page in a window of ``width`` CSS pixels, "light" or "dark", and wait until it has loaded."""
         self._send("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self._loaded = False
         self._send("Page.navigate", url=path.as_uri())
         while not self._loaded:
@@ -55,6 +57,21 @@ class Page:
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
+
+    def turn_wheel(self, selector: str, pixels: int, *, with_ctrl: bool) -> None:
+        """Turn the mouse wheel over the middle of an element, and wait until the page has handled it."""
+        scroll = f"document.querySelector({selector!r}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        self.evaluate(scroll)
+        found = f"document.querySelector({selector!r}).getBoundingClientRect()"
+        x, y, width, height = self.evaluate(f"(box => [box.x, box.y, box.width, box.height])({found})")
+        where = {"x": x + width / 2, "y": y + height / 2, "deltaX": 0, "deltaY": pixels}
+        self._send("Input.dispatchMouseEvent", type="mouseWheel", modifiers=2 if with_ctrl else 0, **where)
+        self.evaluate("new Promise(resolve => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+
+    def screenshot(self, path: Path) -> None:
+        """Write a picture of the whole page as a PNG file."""
+        picture = self._send("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(picture["data"]))
 
     def close(self) -> None:
         """Close the browser."""

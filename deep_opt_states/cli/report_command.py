@@ -7,8 +7,9 @@ import argparse
 from rich.console import Console
 from rich.text import Text
 
-from deep_opt_states.report.line import PAGE
-from deep_opt_states.report.page import RecordedRun, RunError, render
+from deep_opt_states.report.folder import PAGE, RecordedRun, RunError
+from deep_opt_states.report.page import render
+from deep_opt_states.report.verdict import verdict
 from perf_model.cli.screen import progress
 
 
@@ -17,7 +18,8 @@ def run(options: argparse.Namespace) -> int:
     path = options.output or options.folder / PAGE
     try:
         with progress("Making the page"):
-            page = render(RecordedRun.read(options.folder), options.folder.resolve().name)
+            recorded = RecordedRun.read(options.folder)
+            page = render(recorded, options.folder.resolve().name)
         try:
             path.write_text(page, encoding="utf-8")
         except OSError as error:
@@ -27,5 +29,6 @@ def run(options: argparse.Namespace) -> int:
     except RunError as error:
         Console(stderr=True).print(Text(str(error)), soft_wrap=True)
         return 1
+    print(verdict(recorded))
     print(f"Written: {path}")
     return 0

@@ -146,6 +146,11 @@ class CudaDevice:
             raise
 
 
+def gpu_name() -> str:
+    """Return the name of the current GPU."""
+    return str(torch.cuda.get_device_name())
+
+
 def allocated_bytes() -> int:
     """Return the bytes of the GPU that this process's tensors use now, without those in PyTorch's cache."""
     return int(torch.cuda.memory_stats().get("allocated_bytes.all.current", 0))

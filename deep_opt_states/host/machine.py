@@ -61,6 +61,12 @@ def memory() -> HostMemory:
     return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
 
 
+def process_bytes() -> int:
+    """Return the bytes of host memory that this process uses now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Core:
     """A physical core: its logical CPUs that this process may use, in ascending order, and its NUMA node if known."""

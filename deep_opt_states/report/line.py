@@ -1,24 +1,17 @@
-"""Report each update to a log line, DeepSpeed's monitor and a folder, and its prediction at the end of training.
-
-The folder contains ``run.json`` with the prediction and the measurement, ``steps.jsonl`` with a line per update, and
-the traces of the last update, ``timeline.json``, and of its prediction, ``predicted.json``.
-"""
+"""Report each update to the log, DeepSpeed's monitor and other sinks, and compare it with its prediction at the end."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from pathlib import Path
 from statistics import median
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from deep_opt_states import log
-from deep_opt_states.files import replace_file
 from deep_opt_states.report.record import (
     EXPOSED,
     UPDATE,
@@ -26,7 +19,6 @@ from deep_opt_states.report.record import (
     MeasuredUpdate,
     PredictedUpdate,
     ReportedPlan,
-    RunInfo,
     StepCounts,
     UpdateRecord,
     compare,
@@ -43,8 +35,6 @@ COMPARED_UPDATES = 100
 
 SLOW, EVERY_UPDATES = 2.0, 25
 """The ratio of measured to predicted seconds that is logged, and the number of updates between comparisons."""
-
-INFO, STEPS, MEASURED, PREDICTED, PAGE = "run.json", "steps.jsonl", "timeline.json", "predicted.json", "report.html"
 
 
 class ReportSink(Protocol):
@@ -103,6 +93,12 @@ class UpdateReporter:
         """Return the prediction that ``comparison`` uses, if any."""
         windows = self._plan.read_windows() if self._measured else None
         return None if windows is None or self._predict is None else self._predict(windows)
+
+    @property
+    def forward_alone_s(self) -> float | None:
+        """Return the seconds of a forward without an update beside it, None while they are unknown."""
+        windows = self._plan.read_windows()
+        return None if windows is None or windows.forward_s <= 0 else windows.forward_s
 
     def _slowed_forward(self) -> Iterator[str]:
         """Yield how much longer forward took beside updates than without, unless that is unknown."""
@@ -199,8 +195,7 @@ class MonitorEvents(ReportSink):
         values: dict[str, float] = {}
         for name, value in asdict(record.numbers).items():
             if value is not None:
-                in_gb = name.endswith("_bytes_per_s")
-                values[name.replace("_bytes_", "_gb_")] = value / GB if in_gb else value
+                values[name.replace("_bytes", "_gb")] = value / GB if "_bytes" in name else value
         # A prediction is a simulation, too slow for every step.
         for row in reporter.comparison() if record.is_due(self._every_n_steps) else []:
             if row.name in (UPDATE, EXPOSED):
@@ -232,64 +227,3 @@ class SlowCpu(ReportSink):
                     f'keep "bind_cores" enabled. If the machine has changed, measure a new profile: '
                     f"deep-opt-states profile"
                 )
-
-
-class RunWriter(ReportSink):
-    """A sink that writes the files of a run: a line per update, all else with the line of the log and at the end."""
-
-    name = "deep_optimizer_states.report"
-    _open: dict[Path, TextIO] = {}  # noqa: RUF012
-    """The open ``steps.jsonl`` of this process, by folder."""
-
-    def __init__(self, folder: Path, every_n_steps: int, describe: Callable[[], RunInfo]) -> None:
-        self._folder = folder
-        self._every_n_steps = every_n_steps
-        self._describe = describe
-        self._steps: TextIO | None = None
-        self._last: UpdateRecord | None = None
-
-    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
-        steps = self._steps = self._steps or self._start()
-        try:
-            steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
-            self._last = record
-            if record.is_due(self._every_n_steps):
-                self._write(record, reporter)
-        except BaseException:
-            steps.close()
-            raise
-
-    def close(self, reporter: UpdateReporter) -> None:
-        if self._steps is not None and self._last is not None:
-            self._steps.close()
-            self._write(self._last, reporter)
-
-    def _start(self) -> TextIO:
-        folder = self._folder.resolve()
-        if folder in self._open and not self._open[folder].closed:
-            raise FileExistsError(
-                "must be a folder of its own for each engine, found one that another engine of this process writes to. "
-                "Give each engine its own config"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (MEASURED, PREDICTED, PAGE):
-            (folder / name).unlink(missing_ok=True)
-        self._replace(INFO, self._describe().to_json_dict())
-        # Line buffering keeps all updates of a process that is killed.
-        self._open[folder] = (folder / STEPS).open("w", buffering=1)
-        return self._open[folder]
-
-    def _write(self, last: UpdateRecord, reporter: UpdateReporter) -> None:
-        self._replace(MEASURED, last.timeline.chrome_trace(last.phases))
-        if (predicted := reporter.prediction()) is not None:
-            self._replace(PREDICTED, predicted.timeline.chrome_trace(predicted.phases))
-        rows = [
-            {"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s}
-            for row in reporter.comparison()
-        ]
-        compared = {"compared_updates": reporter.compared_updates, "compared": rows}
-        self._replace(INFO, self._describe().to_json_dict() | compared)
-
-    def _replace(self, name: str, content: object) -> None:
-        replace_file(self._folder / name, json.dumps(content, indent=2 if name == INFO else None) + "\n")

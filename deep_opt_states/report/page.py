@@ -1,29 +1,31 @@
-"""Read the folder of a run, and render it as one HTML page that needs nothing else: no scripts, and no network."""
+"""Render a run as one HTML page that needs no network: its scripts, with uPlot in ``vendor``, are inside the page."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from deep_opt_states.report.line import INFO, MEASURED, PREDICTED, STEPS, WARM_UPDATES
-from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo
-from perf_model.json_input import parse_json, read_text, shorten
-from perf_model.prediction.draw import draw_svg
+from deep_opt_states.report.folder import RecordedRun, values_of
+from deep_opt_states.report.line import WARM_UPDATES
+from deep_opt_states.report.verdict import label_of, verdict
+from perf_model.prediction.draw import COLOURS, shown_ms
 from perf_model.prediction.memory import MemoryKind
-from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.prediction.timeline import MODEL, Phase, PhaseSpan, Span, Timeline, seconds_of
+from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Range, Unit, Workload
 from perf_model.units import gigabytes_per_second, params_per_second, percent, seconds, size
 
-MAX_RUN_BYTES = 10**10
-"""The most bytes of a file of a run that are read. A long training writes large files."""
+HERE = Path(__file__).parent
+
+MAX_POINTS = 1000
+"""The most points of a curve. In a longer run, a point is the median of several steps."""
 
 Cell = str | tuple[float, str]
 """A cell of a table: a text, or a number with its text. The first cell of a row is its heading."""
@@ -32,13 +34,19 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[Cell]]]
 """The caption, the headings and the rows of a table."""
 
 _QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "iteration_s": ("iteration", seconds),
+    "forward_s": ("forward, without waits for the update", seconds),
+    "backward_s": ("backward, until the next update", seconds),
+    "cost_s": ("cost of the update", seconds),
     "exposed_s": ("exposed: the model waits", seconds),
+    "slowed_s": ("forward takes longer beside the update", seconds),
     "hidden_s": ("hidden behind backward and forward", seconds),
     "update_s": ("duration of the update", seconds),
     "cpu_adam_s": ("CPU Adam", seconds),
     "params_per_s": ("update throughput", params_per_second),
     "h2d_bytes_per_s": ("host to device", gigabytes_per_second),
     "d2h_bytes_per_s": ("device to host", gigabytes_per_second),
+    "memory_bytes": ("memory in use", size),
 }
 _PLACEMENTS = {
     Placement.CPU: "updated on the CPU",
@@ -48,113 +56,94 @@ _PLACEMENTS = {
 _MEMORY = {MemoryKind.PINNED.value: "page-locked host memory", MemoryKind.ACCELERATOR.value: "accelerator memory"}
 
 
-class RunError(ValueError):
-    """An error for a folder that contains no readable run: the rule, the value found, and the remedy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun:
-    """A run as its folder describes it. Predictions and measurements may be missing."""
-
-    info: RunInfo
-    steps: Sequence[Mapping[str, float | None]]
-    compared_updates: int
-    compared: Sequence[ComparisonRow]
-    measured: tuple[Timeline, Sequence[PhaseSpan]] | None
-    predicted: tuple[Timeline, Sequence[PhaseSpan]] | None
-
-    @classmethod
-    def read(cls, folder: Path) -> RecordedRun:
-        """Return the run in ``folder``, as far as it is written. Raise ``RunError`` if there is none."""
-
-        def read(name: str) -> str:
-            return read_text(folder / name, MAX_RUN_BYTES)
-
-        try:
-            info = parse_json(read(INFO))
-            if info["format"] != FORMAT:
-                raise ValueError(f"format {shorten(info['format'])}")
-            # A killed process may have written a part of the last line.
-            lines = [parse_json(line) for line in read(STEPS).splitlines() if line.endswith("}")]
-            measured, predicted = (
-                Timeline.from_chrome_trace(parse_json(read(name))) if (folder / name).exists() else None
-                for name in (MEASURED, PREDICTED)
-            )
-            return cls(
-                info=_info(info),
-                steps=[
-                    {name: value if value is None else float(value) for name, value in line.items()} for line in lines
-                ],
-                compared_updates=int(info.get("compared_updates", 0)),
-                compared=[
-                    ComparisonRow(str(row["what"]), float(row["predicted_s"]), float(row["measured_s"]))
-                    for row in info.get("compared", [])
-                ],
-                measured=measured,
-                predicted=predicted,
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"A run must be a folder that training has written, of format {FORMAT}; found {folder}: "
-                f"{type(error).__name__}: {error}.\n"
-                f'Train with "deep_optimizer_states": {{"report": "FOLDER"}}, and name that folder.'
-            ) from None
-
-
-def _info(found: Mapping[str, Any]) -> RunInfo:
-    plan = found["plan"]
-    units = [
-        Unit(index, tuple(Range(*map(int, run)) for run in ranges), str(label))
-        for index, (ranges, label) in enumerate(plan["units"])
-    ]
-    read = UpdatePlan(
-        workload=Workload(tuple(units)),
-        placements=tuple(map(Placement, plan["placements"])),
-        num_slots=int(plan["num_slots"]),
-        order=None if plan["order"] is None else tuple(map(int, plan["order"])),
-    )
-    return RunInfo(
-        began=str(found["began"]),
-        world_size=int(found["world_size"]),
-        accelerator=str(found["accelerator"]),
-        software=dict(found["software"]),
-        plan=read,
-        memory_bytes={str(kind): int(reserved) for kind, reserved in found["memory_bytes"].items()},
-    )
-
-
 def render(run: RecordedRun, name: str) -> str:
     """Return the page as HTML; ``name`` is the title of the run."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # The order of the series of a chart.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.filters |= {"seconds": seconds, "percent": percent}
+    scripts = [(HERE / name).read_text("utf-8") for name in ("vendor/uPlot.iife.min.js", "page.js")]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    steps_per_point = -(-len(run.steps) // MAX_POINTS)
     return environment.get_template("page.html.jinja").render(
-        name=name, info=run.info, tables=list(_tables(run)), units=_units(run.info.plan), figures=list(_figures(run))
+        name=name,
+        label=label_of(run),
+        verdict=verdict(run),
+        run=run,
+        curves=_curves(run, steps_per_point),
+        steps_per_point=steps_per_point,
+        timelines=[_timeline(*update) for update in (run.measured, run.predicted) if update is not None],
+        tables=list(_tables(run)),
+        units=_units(run.info.plan),
+        scripts=scripts,
+        script_hashes=" ".join(f"'sha256-{each}'" for each in hashes),
+        library_style=(HERE / "vendor/uPlot.min.css").read_text("utf-8"),
     )
+
+
+def _curves(run: RecordedRun, steps_per_point: int) -> dict[str, list[float | None]]:
+    """Return the values of each quantity that was recorded, and of ``step``, without the first updates."""
+    steps = run.steps[WARM_UPDATES:]
+    groups = [steps[first : first + steps_per_point] for first in range(0, len(steps), max(1, steps_per_point))]
+    found = {
+        quantity: [
+            float(f"{median(values):.6g}") if (values := values_of(quantity, group)) else None for group in groups
+        ]
+        for quantity in _QUANTITIES
+    }
+    curves = {quantity: values for quantity, values in found.items() if any(values)}
+    return {"step": [group[-1]["step"] for group in groups], **curves} if curves else {}
+
+
+def _timeline(timeline: Timeline, phases: Sequence[PhaseSpan]) -> dict[str, Any]:
+    """Return the rows of a timeline: a name, the share of the update, and bars from one millisecond to another."""
+    start_ms, end_ms = shown_ms(timeline, phases)
+
+    def bar(span: PhaseSpan | Span, entry: Phase | ActionKind, label: str, name: str) -> tuple[float | str, ...]:
+        limits_ms = (min(end_ms, max(start_ms, limit_s * 1e3)) for limit_s in (span.start_s, span.end_s))
+        return (*limits_ms, COLOURS[entry], label, f"{name}: {seconds(span.end_s - span.start_s)}")
+
+    of_model = [bar(span, span.phase, span.phase.value, span.phase.value) for span in phases]
+    by_lane: dict[Lane, list[tuple[float | str, ...]]] = {lane: [] for lane in timeline.lanes}
+    for span in timeline.spans:
+        by_lane[span.action.lane].append(bar(span, span.action.kind, str(span.action.unit), span.action.name))
+    shares = {lane: timeline.busy_s(lane) / max(timeline.active_s, 1e-9) for lane in by_lane}
+    shown = {span.action.kind for span in timeline.spans} | {span.phase for span in phases}
+    return {
+        "start_ms": start_ms,
+        "end_ms": end_ms,
+        "active_s": timeline.active_s,
+        "exposed_s": seconds_of(Phase.EXPOSED, phases) if phases else timeline.end_s,
+        "rows": [(MODEL, None, of_model), *((lane.value, shares[lane], bars) for lane, bars in by_lane.items())],
+        "legend": [(entry.value, colour) for entry, colour in COLOURS.items() if entry in shown],
+        "trace": timeline.chrome_trace(phases),
+    }
 
 
 def _tables(run: RecordedRun) -> Iterator[Table]:
     plan, numel = run.info.plan, max(1, run.info.plan.workload.numel)
-    warm = run.steps[WARM_UPDATES:] or run.steps
-    if run.steps:
-        of_all = f" of {len(run.steps)}" if len(run.steps) > len(warm) else ""
+    typical = run.typical_steps
+    if typical:
+        of_all = f" of {len(run.steps)}" if len(run.steps) > len(typical) else ""
         rows: list[list[Cell]] = [
-            [label, (median(values), unit(median(values))), (values[-1], unit(values[-1]))]
-            for key, (label, unit) in _QUANTITIES.items()
-            if (values := [value for step in warm if (value := step.get(key)) is not None])
+            [text, (middle, unit(middle)), "" if (last := typical[-1].get(key)) is None else (last, unit(last))]
+            for key, (text, unit) in _QUANTITIES.items()
+            if (middle := run.median(key)) is not None
         ]
-        yield "Updates", ["", f"median of {len(warm)}{of_all} updates", "last update"], rows
+        yield "Updates", ["", f"median of {len(typical)}{of_all} updates", "last update"], rows
     if run.compared:
         caption = f"Predicted against measured, median of {run.compared_updates} updates"
         rows = []
         for row in run.compared:
             predicted, measured = ((each, seconds(each)) for each in (row.predicted_s, row.measured_s))
             rows.append([row.name, predicted, measured, (row.error or 0.0, row.shown_error)])
-        yield caption, ["", "predicted", "measured", "error"], rows
+        yield caption, ["", "predicted (SIMULATED)", "measured", "error"], rows
     rows = []
     for placement in Placement:
         if count := plan.placements.count(placement):
@@ -175,23 +164,3 @@ def _units(plan: UpdatePlan) -> Table:
         for unit, placement in zip(plan.workload.units, plan.placements, strict=True)
     ]
     return "Every unit", ["unit", "layers", "placement", "parameters"], rows
-
-
-def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
-    """Yield the caption, a data URL and the text for screen readers of each figure."""
-    for caption, update in (
-        ("The last update, as measured", run.measured),
-        ("The update as predicted for the measured lengths of backward and forward", run.predicted),
-    ):
-        if update is None:
-            continue
-        timeline, phases = update
-        exposed_s = seconds_of(Phase.EXPOSED, phases) if phases else timeline.end_s
-        lanes = dict.fromkeys(span.action.lane for span in timeline.spans)
-        text = (
-            f"A row for each lane, a bar for each action, over time. {seconds(timeline.active_s)} of work, of which "
-            f"{seconds(exposed_s)} are exposed. "
-            f"Busy: {', '.join(f'{lane.value} {seconds(timeline.busy_s(lane))}' for lane in lanes)}."
-        )
-        encoded = base64.b64encode(draw_svg(timeline, str(run.info.plan), phases)).decode()
-        yield caption, f"data:image/svg+xml;base64,{encoded}", text

@@ -10,13 +10,13 @@ from typing import Any
 
 from perf_model.prediction.cost import traffic_by_action
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
+from perf_model.prediction.timeline import IterationTimes, Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import seconds
 
-FORMAT = 3
+FORMAT = 4
 """The version of the files in a run's folder."""
 
 UPDATE = "update"
@@ -51,6 +51,12 @@ class ReportedPlan:
     predict: Callable[[Windows], PredictedUpdate] | None = None
     read_windows: Callable[[], Windows | None] = lambda: None
     """Returns backward and forward without an update beside them; None while they are unknown."""
+    read_iteration: Callable[[], IterationTimes | None] = lambda: None
+    """Returns the iteration after the update that is being reported; None if no update has followed it."""
+    read_memory_bytes: Callable[[], int | None] = lambda: None
+    """Returns the GPU memory that PyTorch holds now; if the accelerator is the CPU, the memory of the process."""
+    stock_s: float | None = None
+    """The predicted seconds of stock's update; None without a profile."""
     description: Sequence[str] = ()
 
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
@@ -87,8 +93,16 @@ class MeasuredUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The reported numbers of one update. A rate is None if nothing was moved, or if the time was too short."""
+    """The reported numbers of one update. A rate is None if nothing was moved, or if the time was too short.
 
+    The iteration after the update is ``exposed_s``, ``forward_s`` and ``backward_s``. All of its micro-batches but the
+    forward of the first one count as backward. Its times are None if no update has followed.
+    """
+
+    iteration_s: float | None
+    forward_s: float | None
+    backward_s: float | None
+    memory_bytes: int | None
     update_s: float
     exposed_s: float
     hidden_s: float
@@ -120,9 +134,17 @@ class UpdateRecord:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """Return the reported numbers."""
+        """Return the reported numbers. Call this first while the update is being reported."""
         measured, timeline, plan = self.measured, self.timeline, self.plan
+        iteration, forward_s, backward_s = plan.read_iteration(), None, None
+        if iteration is not None and iteration.backward_start_s is not None:
+            forward_s = max(0.0, iteration.backward_start_s - measured.exposed_s)
+            backward_s = iteration.end_s - iteration.backward_start_s
         return Numbers(
+            iteration_s=None if iteration is None else iteration.end_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            memory_bytes=plan.read_memory_bytes(),
             update_s=measured.update_s,
             exposed_s=measured.exposed_s,
             hidden_s=timeline.hidden_s(measured.exposed_s),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from perf_model.prediction.timeline import MODEL, Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind, Lane
@@ -15,7 +14,7 @@ from perf_model.units import seconds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS: dict[Phase | ActionKind, str] = {
+COLOURS: dict[Phase | ActionKind, str] = {
     Phase.BACKWARD: "#b9c4d0",
     Phase.FORWARD: "#b7d8b0",
     Phase.EXPOSED: "#d9534f",
@@ -41,15 +40,6 @@ def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan]
     _figure(timeline, title, phases).savefig(path, dpi=120)
 
 
-def draw_svg(timeline: Timeline, title: str, phases: Sequence[PhaseSpan] = ()) -> bytes:
-    """Return the picture as an SVG file without references to other files. Fonts are drawn as paths."""
-    file = io.BytesIO()
-    # In the file, the author and the date would refer to schemas on the internet.
-    no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    _figure(timeline, title, phases).savefig(file, format="svg", metadata=no_metadata)
-    return file.getvalue()
-
-
 def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
     # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,7 +50,7 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
     figure = Figure(figsize=(_WIDTH_INCHES, 1.8 + 0.7 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    start_ms, end_ms = _shown_ms(timeline, phases)
+    start_ms, end_ms = shown_ms(timeline, phases)
     ms_per_point = (end_ms - start_ms) / (0.9 * _WIDTH_INCHES * 72)
 
     def bar(row: int, left_ms: float, right_ms: float, colour: str, label: str) -> None:
@@ -73,11 +63,11 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
 
     for phase_span in phases:
         left_ms, right_ms = max(start_ms, phase_span.start_s * 1e3), min(end_ms, phase_span.end_s * 1e3)
-        name, colour = phase_span.phase.value, _COLOURS[phase_span.phase]
+        name, colour = phase_span.phase.value, COLOURS[phase_span.phase]
         axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
         bar(0, left_ms, right_ms, colour, f"{name} {seconds(phase_span.end_s - phase_span.start_s)}")
     for span in timeline.spans:
-        row, colour = rows.index(span.action.lane), _COLOURS[span.action.kind]
+        row, colour = rows.index(span.action.lane), COLOURS[span.action.kind]
         bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, str(span.action.unit))
     busy = [f"{lane.value}\n{timeline.busy_s(lane) / max(timeline.active_s, 1e-9):.0%} busy" for lane in timeline.lanes]
     axes.set_yticks(range(len(rows)), [*([MODEL] if phases else []), *busy])
@@ -94,13 +84,14 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
         heading += f": {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"
     axes.set_title(f"{heading}\n{textwrap.fill(title, _TITLE_CHARACTERS)}", fontsize=9)
     shown = {span.action.kind for span in timeline.spans} | {phase_span.phase for phase_span in phases}
-    patches = [Patch(color=colour, label=entry.value) for entry, colour in _COLOURS.items() if entry in shown]
+    patches = [Patch(color=colour, label=entry.value) for entry, colour in COLOURS.items() if entry in shown]
     if patches:
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
     return figure
 
 
-def _shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:
+def shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:
+    """Return the first and the last millisecond of the picture: the update, with a little of the phases around it."""
     start_s, end_s = min((span.start_s for span in timeline.spans), default=0.0), timeline.end_s
     context_s = _CONTEXT_SHARE * (end_s - start_s)
     if phases:

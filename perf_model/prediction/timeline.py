@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perf_model.schedule.action import Action, ActionKind, Lane, lanes_of
 
@@ -38,6 +38,16 @@ class PhaseSpan:
 
     phase: Phase
     start_s: float
+    end_s: float
+
+
+class IterationTimes(NamedTuple):
+    """An iteration from the decision of an update to that of the next one, in seconds since the first decision.
+
+    ``backward_start_s`` is the start of its first backward, None if that is unknown.
+    """
+
+    backward_start_s: float | None
     end_s: float
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
-from itertools import count
+import re
+from collections.abc import Iterator
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,18 +16,18 @@ from typing import Any
 import pytest
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.report.line import WARM_UPDATES, RunWriter, UpdateReporter
-from deep_opt_states.report.page import RecordedRun, RunError
+from deep_opt_states.report.folder import RecordedRun, RunError, RunWriter
+from deep_opt_states.report.line import WARM_UPDATES, UpdateReporter
 from deep_opt_states.report.record import PredictedUpdate, ReportedPlan, RunInfo, StepCounts, UpdateRecord
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
-from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline, seconds_of
+from perf_model.prediction.timeline import IterationTimes, Phase, PhaseSpan, Span, Timeline, seconds_of
 from perf_model.schedule.action import Lane
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.workload import Workload
-from tests.browser import browsing, find_browser
+from tests.browser import Page, browsing, find_browser
 from tests.model.profiles import profile
 
 WORKLOAD = Workload.from_numels([30_000_000] * 7 + [12_345_678])
@@ -38,6 +42,7 @@ INFO = RunInfo(
     memory_bytes={"pinned": 3_210_000_000, "accelerator": 720_000_000},
 )
 UPDATES, EVERY = 9, 4
+FORWARD_ALONE_S = 0.03
 NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
 
 
@@ -50,7 +55,9 @@ def predicted(windows: Windows) -> PredictedUpdate:
 
 def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateReporter:
     """Write a run as training would, with updates of different lengths, and return the reporter."""
-    steps = count(1)
+    steps, memory_bytes = count(1), count(2 * 10**9, 10**6)
+    # No iteration follows the last update.
+    iterations = iter([IterationTimes(0.2 + 0.01 * number, 0.5 + 0.03 * number) for number in range(updates - 1)])
     numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
         ReportedPlan(
@@ -59,7 +66,9 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
             numels=numels,
             widths=Widths(param=2, grad=2),
             predict=predicted if predict else None,
-            read_windows=lambda: Windows(backward_s=0.02, forward_s=0.03),
+            read_windows=lambda: Windows(backward_s=0.02, forward_s=FORWARD_ALONE_S),
+            read_iteration=lambda: next(iterations, None),
+            read_memory_bytes=lambda: next(memory_bytes),
         ),
         [RunWriter(folder, EVERY, lambda: INFO)],
         lambda: StepCounts(step := next(steps), 8 * step),
@@ -82,7 +91,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-TABLES = """[...document.querySelectorAll('table')].map(table => [
+TABLES = """[...document.querySelectorAll('table.facts')].map(table => [
     table.caption.innerText,
     [...table.tBodies[0].rows].map(row => [
         row.cells[0].innerText,
@@ -91,49 +100,131 @@ TABLES = """[...document.querySelectorAll('table')].map(table => [
 ])"""
 
 
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium-headless-shell")
-def test_a_browser_shows_the_numbers_and_the_figures_of_the_run(run: Path) -> None:
-    assert main(["report", str(run)]) == 0
-    info = json.loads((run / "run.json").read_text())
-    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()][WARM_UPDATES:]
+CHARTS = """[...document.querySelectorAll('.chart')].map(chart => [
+    chart.ariaLabel,
+    [...chart.querySelectorAll('.u-legend .u-label')].map(label => label.innerText),
+    [...chart.querySelectorAll('canvas')].map(canvas => {
+        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        return new Set(new Uint32Array(pixels.buffer)).size;
+    })[0],
+])"""
+"""The text and the series of each chart, and the number of colours in it."""
+
+TIMELINES = """[...document.querySelectorAll('.timeline')].map(figure => ({
+    bars: figure.querySelectorAll('svg.lanes > svg').length,
+    labels: figure.querySelectorAll('svg.lanes text[visibility=visible]').length,
+    ticks: [...figure.querySelectorAll('.axis text')].map(tick => parseFloat(tick.textContent)),
+    width: figure.querySelector('svg.lanes').getAttribute('width'),
+}))"""
+
+needs_browser = pytest.mark.skipif(
+    find_browser() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
+)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
     browser = find_browser()
     assert browser is not None
     with browsing(browser) as page:
-        for width in (1280, 390):
-            page.open(run / "report.html", width)
-            assert page.evaluate("document.title") == page.evaluate("document.querySelector('h1').innerText")
-            assert page.evaluate("document.title") == f"Updates of {run.name}"
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.evaluate("innerWidth") == width
-            script = "[...document.images].map(img => [img.naturalWidth, img.naturalHeight, img.width, img.alt])"
-            images = page.evaluate(script)
-            assert len(images) == 2
-            for natural_width, natural_height, shown_width, alt in images:
-                assert natural_width > 500
-                assert natural_height > 100
-                assert shown_width > 800, "the labels of a narrower image cannot be read"
-                assert "exposed" in alt
-        tables: dict[str, Any] = dict(page.evaluate(TABLES))
-        text = page.evaluate("document.body.innerText")
-        # The text is dark on a light background, like the figures.
-        colours = page.evaluate(
-            "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
-        )
-        assert colours == ["rgb(27, 31, 36)", "rgb(255, 255, 255)"]
-        # Frames that scroll can be reached by keyboard, and have a name.
-        frames = "[...document.querySelectorAll('.wide')].map(frame => [frame.tabIndex, frame.ariaLabel.length > 0])"
-        assert set(map(tuple, page.evaluate(frames))) == {(0, True)}
+        yield page
+
+
+@needs_browser
+def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narrow(run: Path, page: Page) -> None:
+    assert main(["report", str(run)]) == 0
+    info = json.loads((run / "run.json").read_text())
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()][WARM_UPDATES:]
+    colours = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(228, 231, 235)", "rgb(20, 23, 27)"]}
+    for width, scheme in product((1280, 390), colours):
+        page.open(run / "report.html", width, scheme=scheme)
+        assert page.evaluate("document.title") == page.evaluate("document.querySelector('h1').innerText")
+        assert page.evaluate("document.title") == f"Updates of {run.name}"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        style = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+        assert page.evaluate(style) == colours[scheme]
+        charts = page.evaluate(CHARTS)
+        assert [series for _, series, _ in charts] == [
+            ["step", "iteration", "forward", "backward"],
+            ["step", "cost", "exposed"],
+            ["step", "memory"],
+        ]
+        assert all("per step" in text and colours > 10 for text, _, colours in charts)
+        measured, predicted = page.evaluate(TIMELINES)
+        assert measured["bars"] >= len(PLAN.schedule.actions)
+        assert predicted["bars"] >= len(PLAN.schedule.actions)
+        assert len(measured["ticks"]) > 1
+    tables: dict[str, Any] = dict(page.evaluate(TABLES))
+    text = page.evaluate("document.body.innerText")
+    # Frames that scroll can be reached by keyboard, and have a name.
+    frames = "[...document.querySelectorAll('.wide')].map(frame => [frame.tabIndex, frame.ariaLabel.length > 0])"
+    assert set(map(tuple, page.evaluate(frames))) == {(0, True)}
     assert page.complaints == []
-    # The page was opened once for each width.
-    assert page.requests == [(run / "report.html").as_uri()] * 2
+    assert page.requests == [(run / "report.html").as_uri()] * 4
     assert HOSTILE in text, "the hostile name is shown as text"
     check_tables(tables, info, steps)
+
+
+@needs_browser
+def test_a_timeline_is_enlarged_by_its_buttons_and_by_the_wheel_with_ctrl(run: Path, page: Page) -> None:
+    assert main(["report", str(run)]) == 0
+    page.open(run / "report.html", 1280)
+    whole, other = page.evaluate(TIMELINES)
+    page.evaluate("document.querySelector('[data-zoom=\"0.5\"]').click()")
+    enlarged, untouched = page.evaluate(TIMELINES)
+    assert (whole["width"], enlarged["width"]) == ("100%", "200%")
+    assert untouched == other
+    assert enlarged["labels"] >= whole["labels"]
+    span = whole["ticks"][-1] - whole["ticks"][0]
+    assert whole["ticks"][0] < enlarged["ticks"][0] < enlarged["ticks"][-1] < whole["ticks"][0] + span
+    page.turn_wheel(".timeline svg.view", -100, with_ctrl=True)
+    assert page.evaluate(TIMELINES)[0]["width"] == "250%"
+    page.turn_wheel(".timeline svg.view", -100, with_ctrl=False)
+    assert page.evaluate(TIMELINES)[0]["width"] == "250%", "the wheel alone scrolls the page"
+    page.evaluate("document.querySelector('[data-zoom=\"1e9\"]').click()")
+    assert page.evaluate(TIMELINES)[0] == whole
+    assert page.complaints == []
+
+
+@needs_browser
+def test_perfetto_receives_the_trace_that_the_page_offers_for_download(run: Path, page: Page) -> None:
+    assert main(["report", str(run)]) == 0
+    page.open(run / "report.html", 1280)
+    # A frame stands for the tab with Perfetto, which is not on this machine. It answers the second PING.
+    sent = page.evaluate("""new Promise(resolve => {
+        const tab = document.body.appendChild(document.createElement('iframe')).contentWindow, sent = [];
+        tab.postMessage = (message, origin) => {
+            sent.push([origin, message.perfetto ? new TextDecoder().decode(message.perfetto.buffer) : message]);
+            if (message.perfetto) resolve(sent);
+            else if (sent.length === 2) {
+                const data = {data: 'PONG', origin: 'https://ui.perfetto.dev', source: tab};
+                window.dispatchEvent(new MessageEvent('message', data));
+            }
+        };
+        window.open = address => (sent.push(['opened', address]), tab);
+        document.querySelector('button.perfetto').click();
+    })""")
+    perfetto = "https://ui.perfetto.dev"
+    assert sent[:2] == [["opened", perfetto], [perfetto, "PING"]]
+    origin, trace = sent[-1]
+    assert origin == perfetto
+    written = json.loads((run / "timeline.json").read_text())
+    assert [event["name"] for event in json.loads(trace)["traceEvents"]] == [
+        event["name"] for event in written["traceEvents"]
+    ]
+    links = "[...document.querySelectorAll('a[download]')].map(link => [link.download, link.protocol])"
+    assert page.evaluate(links) == [["timeline.json", "blob:"]] * 2
+    assert page.complaints == []
 
 
 def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     """Check that the tables of the page have the numbers of ``run.json`` and of the lines in ``steps.jsonl``."""
     updates = dict(tables["Updates"])
     for row, key in (
+        ("iteration", "iteration_s"),
+        ("forward, without waits for the update", "forward_s"),
+        ("backward, until the next update", "backward_s"),
+        ("memory in use", "memory_bytes"),
         ("exposed: the model waits", "exposed_s"),
         ("hidden behind backward and forward", "hidden_s"),
         ("duration of the update", "update_s"),
@@ -142,12 +233,18 @@ def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[
         ("host to device", "h2d_bytes_per_s"),
         ("device to host", "d2h_bytes_per_s"),
     ):
-        values = [step[key] for step in steps]
+        values = [step[key] for step in steps if step[key] is not None]
         assert median(values) != values[-1], "the two columns differ"
-        assert len(values) == UPDATES - WARM_UPDATES
         shown = updates.pop(row)
-        assert [value for value, _ in shown] == [median(values), values[-1]]
+        # No iteration follows the last update.
+        of_last = [] if key in ("iteration_s", "forward_s", "backward_s") else [values[-1]]
+        assert len(values) == UPDATES - WARM_UPDATES - (not of_last)
+        assert [value for value, _ in shown] == [median(values), *of_last]
         assert all(text for _, text in shown)
+    slowed_s = [max(0.0, step["forward_s"] - FORWARD_ALONE_S) for step in steps[:-1]]
+    assert updates.pop("forward takes longer beside the update")[0][0] == pytest.approx(median(slowed_s))
+    costs_s = [step["exposed_s"] + more_s for step, more_s in zip(steps[:-1], slowed_s, strict=True)]
+    assert updates.pop("cost of the update")[0][0] == pytest.approx(median(costs_s))
     assert updates == {}
 
     compared = tables[f"Predicted against measured, median of {UPDATES - WARM_UPDATES} updates"]
@@ -188,11 +285,17 @@ def test_all_text_is_escaped_and_nothing_is_fetched(run: Path, tmp_path: Path) -
     page = tmp_path / "elsewhere.html"
     assert main(["report", str(run), "--output", str(page)]) == 0
     text = page.read_text()
-    assert html.escape(HOSTILE).replace("&quot;", "&#34;") in text
-    assert "<script" not in text
-    assert "http" not in text.replace(html.escape(HOSTILE).replace("&quot;", "&#34;"), "").replace(
-        'http-equiv="Content-Security-Policy"', ""
-    ).replace(html.escape(run.name).replace("&quot;", "&#34;"), "")
+    hostile = html.escape(HOSTILE).replace("&quot;", "&#34;")
+    assert hostile in text
+    assert "<img" not in text
+    assert not re.search(r"""\s(src|href)=["'](?!data:|#)""", text.replace(hostile, ""))
+    assert "default-src 'none'" in text
+    # Only the page's own scripts run.
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    assert f'script-src {html.escape(allowed).replace("&#x27;", "&#39;")}">' in text
+    assert len(hashes) == 2
 
 
 def test_a_written_run_reads_back(run: Path) -> None:
@@ -202,8 +305,11 @@ def test_a_written_run_reads_back(run: Path) -> None:
     assert found.measured is not None
     timeline, phases = found.measured
     assert {span.action for span in timeline.spans} == set(PLAN.schedule.actions)
-    assert found.steps[-1]["exposed_s"] == pytest.approx(seconds_of(Phase.EXPOSED, phases))
-    assert found.steps[-1]["cpu_adam_s"] == pytest.approx(timeline.busy_s(Lane.CPU))
+    # The update whose duration is the median is drawn.
+    drawn = found.steps[UPDATES // 2]
+    assert drawn["step"] == found.drawn_step
+    assert drawn["exposed_s"] == pytest.approx(seconds_of(Phase.EXPOSED, phases))
+    assert drawn["cpu_adam_s"] == pytest.approx(timeline.busy_s(Lane.CPU))
 
 
 def test_a_run_that_was_killed_or_still_trains_is_read_as_far_as_it_is_written(tmp_path: Path) -> None:

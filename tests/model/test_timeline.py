@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from perf_model.prediction.draw import draw, draw_svg
+from perf_model.prediction.draw import draw
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind, Lane
 from tests.model.costs import makespan_s
@@ -83,13 +83,6 @@ def test_chrome_trace_is_read_as_the_same_timeline() -> None:
 def test_a_trace_that_is_not_of_an_update_is_refused(trace: object) -> None:
     with pytest.raises(ValueError, match=r"trace|Phase|action"):
         Timeline.from_chrome_trace(trace)
-
-
-def test_svg_picture_needs_no_fonts_and_no_other_files() -> None:
-    svg = draw_svg(TIMELINE, "a title", PHASES)
-    assert svg.startswith(b"<?xml")
-    assert b"<text" not in svg, "text would need the fonts of the reader"
-    assert b"<dc:date" not in svg
 
 
 def test_picture_is_written_as_png(tmp_path: Path) -> None:

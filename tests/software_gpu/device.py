@@ -25,7 +25,7 @@ from tests.software_gpu.library import (
     checked,
     library,
 )
-from tests.software_gpu.settings import current
+from tests.software_gpu.settings import MachineRates, current
 
 COMPUTE_ENGINE, NO_ENGINE = 2, 3
 """Values of ``Engine`` in ``csrc/clock.h``."""
@@ -98,8 +98,9 @@ def get_device_properties(device: Any = None) -> Properties:
 
 def get_device_name(device: Any = None) -> str:
     """Return a name that emulated machines of different speeds do not share, since profiles are cached by it."""
-    rates = hashlib.sha256(repr(current().rates).encode()).hexdigest()[:8]
-    return f"software GPU {rates}"
+    rates = current().rates
+    kind = "software GPU" if rates == MachineRates() else "EMULATED GPU"
+    return f"{kind} {hashlib.sha256(repr(rates).encode()).hexdigest()[:8]}"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:

@@ -14,8 +14,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
+from deep_opt_states.device.cuda import gpu_name, reserved_bytes
+from deep_opt_states.host.machine import process_bytes
 from deep_opt_states.names import __version__
-from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink, RunWriter, SlowCpu, UpdateReporter
+from deep_opt_states.report.folder import RunWriter
+from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink, SlowCpu, UpdateReporter
 from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.start.assembly import Assembly
@@ -67,7 +70,7 @@ class EngineProgress:
         return RunInfo(
             began=began,
             world_size=dist.get_world_size(),
-            accelerator=f"{name} ({torch.cuda.get_device_name()})" if name == "cuda" else name,
+            accelerator=name if name == "cpu" else f"{name} ({gpu_name()})",
             software={
                 "deep_opt_states": __version__,
                 "deepspeed": deepspeed.__version__,
@@ -78,7 +81,13 @@ class EngineProgress:
         )
 
 
+def _memory_bytes() -> int:
+    """Return the memory that ``ReportedPlan.read_memory_bytes`` names."""
+    return process_bytes() if get_accelerator().device_name() == "cpu" else reserved_bytes()
+
+
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
+    exposure = assembly.running.exposure
     planned, plan, widths = assembly.planned, assembly.running.plan, assembly.context.setup.widths
     numels, numel = [unit.numel for unit in plan.workload.units], plan.workload.numel
     return ReportedPlan(
@@ -88,6 +97,9 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
         widths=widths,
         predict=None if planned.predict is None else partial(planned.predict, plan, assembly.running.uses),
         read_windows=assembly.running.windows.windows,
+        read_iteration=lambda: exposure.iteration,
+        read_memory_bytes=_memory_bytes,
+        stock_s=planned.stock_s,
         description=[
             *planned.at_end(plan, widths),
             f"memory of rank 0: {total_reserved(assembly.context.device.reserved)}",

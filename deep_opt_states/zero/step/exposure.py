@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
-from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
+from perf_model.prediction.timeline import IterationTimes, Phase, PhaseSpan, Timeline
 
 OnFinished = Callable[[tuple[PhaseSpan, ...], Callable[[], Timeline]], None]
 """Receives the phases of training around one update, and a function that returns its timeline."""
@@ -44,6 +44,9 @@ class UpdateWaits:
         self.prefetch = device.event()
         """Caller's stream: prefetching for this update starts. Only ``phases`` reads it."""
         self.prefetched = False
+        self._backward = device.event()
+        """Caller's stream: the first backward after this update starts."""
+        self._backward_started = False
         self.read_timeline: Callable[[], Timeline] | None = None
         """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
 
@@ -58,7 +61,14 @@ class UpdateWaits:
         self._waits.clear()
         self._in_flight.clear()
         self.prefetched = prefetched
+        self._backward_started = False
         self.read_timeline = None
+
+    def backward_starts(self) -> None:
+        """Mark the start of a backward, unless it is not the first one after this update."""
+        if not self._backward_started:
+            self._backward_started = True
+            self._device.current_stream().record(self._backward)
 
     def report(self, on_finished: OnFinished) -> None:
         """Call ``on_finished`` once, unless an interrupt has left the times unknown. The host waits for the events."""
@@ -89,6 +99,19 @@ class UpdateWaits:
             return
         with self._interval(lambda interval: self._waits.extend((interval, gathering) for gathering in in_flight)):
             yield
+
+    def iteration_until(self, following: UpdateWaits) -> IterationTimes | None:
+        """Return the iteration between this update and the ``following`` one; None while it is unknown.
+
+        Where the host does not wait for the norm, the device may not have decided the following update yet.
+        """
+        if not self._waits or not following._waits or following._unfinished:
+            return None
+        ((first, *_), *_), ((decided, *_), *_) = self._waits, following._waits
+        if not decided.start.finished():
+            return None
+        backward_start_s = self._backward.seconds_after(first.start) if self._backward_started else None
+        return IterationTimes(backward_start_s, decided.start.seconds_after(first.start))
 
     def phases(self) -> tuple[PhaseSpan, ...]:
         """Return the phases of training around the finished update, in order and without overlaps.
@@ -139,6 +162,8 @@ class Exposure:
     def __init__(self, device: Device[Any], max_intervals: int) -> None:
         self._device = device
         self._prefetch_marked = False
+        self.iteration: IterationTimes | None = None
+        """The iteration after the update that is being reported; None while it is unknown."""
         self.reserve(max_intervals)
 
     def reserve(self, max_intervals: int) -> None:
@@ -163,3 +188,10 @@ class Exposure:
         self.waits, self.previous_waits = self.previous_waits, self.waits
         self.waits.start(prefetched=self._prefetch_marked)
         self._prefetch_marked = False
+
+    def report_previous(self, on_finished: OnFinished) -> None:
+        """Report the update before the latest one, with its ``iteration``."""
+        if self.previous_waits.read_timeline is not None:
+            self.iteration = self.previous_waits.iteration_until(self.waits)
+            self.previous_waits.report(on_finished)
+            self.iteration = None

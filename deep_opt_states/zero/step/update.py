@@ -215,7 +215,7 @@ class Update:
 
     def report_previous(self) -> None:
         """Report the update before the one that has started last, which may be in flight."""
-        self._exposure.previous_waits.report(self._on_finished)
+        self._exposure.report_previous(self._on_finished)
 
     def _record_end(self) -> None:
         self._exposure.waits.read_timeline = None if self.failed else self._executor.timeline_reader()

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.report.page import RecordedRun
+from deep_opt_states.report.folder import RecordedRun
 from tests.model.profiles import RATES, profile
 from tests.zero.monitoring.monitored_ranks import LOG_EVERY, OVERFLOWS_IN, STEPS
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
@@ -26,7 +26,11 @@ EVERY_UPDATE = {
     "h2d_gb_per_s",
     "d2h_gb_per_s",
     "gpu_share",
+    "memory_gb",
 }
+OF_ITERATION = {"iteration_s", "forward_s", "backward_s"}
+"""The values of updates that another update follows."""
+
 WHEN_LOGGED = {"predicted_update_s", "predicted_exposed_s"}
 UPDATED = [step for step in range(1, STEPS + 1) if step != OVERFLOWS_IN + 1]
 """Steps from 1, as DeepSpeed counts them."""
@@ -60,17 +64,24 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
         by_name.setdefault(name, {})[step] = value
     ours = {name.removeprefix("Train/Update/"): by_name[name] for name in by_name if "/Update/" in name}
     # There is no error of an update of less than a millisecond.
-    assert {name for name in ours if not name.endswith("_error")} == EVERY_UPDATE | WHEN_LOGGED
+    assert {name for name in ours if not name.endswith("_error")} == EVERY_UPDATE | OF_ITERATION | WHEN_LOGGED
     # The samples of a skipped step count, but the step has no update.
     samples = {step: step * first["batch"] for step in UPDATED}
+    # The update before the skipped step and the last one are reported early.
+    followed = [step for step in UPDATED if step not in (OVERFLOWS_IN, STEPS)]
     for name, values in ours.items():
-        expected = [samples[step] for step in (UPDATED if name in EVERY_UPDATE else LOGGED)]
+        steps = UPDATED if name in EVERY_UPDATE else followed if name in OF_ITERATION else LOGGED
+        expected = [samples[step] for step in steps]
         assert list(values) == expected or (name.endswith("_error") and set(values) < set(expected)), name
     assert set(by_name["Train/Samples/lr"]) >= set(ours["exposed_s"])
-    for name in ("exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s"):
+    for name in ("exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s", "memory_gb"):
         assert min(ours[name].values()) > 0, name
     assert min(ours["hidden_s"].values()) >= 0
     assert all(0 < share < 1 for share in ours["gpu_share"].values())
+    for samples_so_far, iteration_s in ours["iteration_s"].items():
+        parts_s = [ours[name][samples_so_far] for name in ("exposed_s", "forward_s", "backward_s")]
+        assert min(parts_s) > 0
+        assert sum(parts_s) == pytest.approx(iteration_s)
     # Rank 1 has no writer.
     assert (first["begun"], second["begun"], second["logged"]) == (1, 0, [])
 

@@ -1,0 +1,223 @@
+"""Write the folder of a run while it trains, and read it.
+
+``run.json`` describes the run and compares prediction and measurement, and ``steps.jsonl`` has a line per update. The
+traces are of a median update, ``timeline.json``, and of its prediction, ``predicted.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from deep_opt_states.files import replace_file
+from deep_opt_states.report.line import COMPARED_UPDATES, WARM_UPDATES, ReportSink, UpdateReporter
+from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo, UpdateRecord
+from perf_model.json_input import parse_json, read_text, shorten
+from perf_model.prediction.timeline import PhaseSpan, Timeline
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Range, Unit, Workload
+
+INFO, STEPS, MEASURED, PREDICTED, PAGE = "run.json", "steps.jsonl", "timeline.json", "predicted.json", "report.html"
+
+RECENT_UPDATES = 25
+"""The number of last updates of which the median one is drawn."""
+
+MAX_RUN_BYTES = 10**10
+"""The most bytes of a file of a run that are read. A long training writes large files."""
+
+TracedUpdate = tuple[Timeline, Sequence[PhaseSpan]]
+"""The actions of one update, and the phases of the model around them."""
+
+
+class RunWriter(ReportSink):
+    """A sink that writes the files of a run: a line per update, all else with the line of the log and at the end."""
+
+    name = "deep_optimizer_states.report"
+    _open: dict[Path, TextIO] = {}  # noqa: RUF012
+    """The open ``steps.jsonl`` of this process, by folder."""
+
+    def __init__(self, folder: Path, every_n_steps: int, describe: Callable[[], RunInfo]) -> None:
+        self._folder = folder
+        self._every_n_steps = every_n_steps
+        self._describe = describe
+        self._steps: TextIO | None = None
+        self._recent: deque[UpdateRecord] = deque(maxlen=RECENT_UPDATES)
+        """The last updates of the same plan."""
+
+    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
+        """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
+        steps = self._steps = self._steps or self._start()
+        try:
+            steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
+            if self._recent and self._recent[-1].plan is not record.plan:
+                self._recent.clear()
+            self._recent.append(record)
+            if record.is_due(self._every_n_steps):
+                self._write(reporter)
+        except BaseException:
+            steps.close()
+            raise
+
+    def close(self, reporter: UpdateReporter) -> None:
+        if self._steps is not None and self._recent:
+            self._steps.close()
+            self._write(reporter)
+
+    def _start(self) -> TextIO:
+        folder = self._folder.resolve()
+        if folder in self._open and not self._open[folder].closed:
+            raise FileExistsError(
+                "must be a folder of its own for each engine, found one that another engine of this process writes to. "
+                "Give each engine its own config"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (MEASURED, PREDICTED, PAGE):
+            (folder / name).unlink(missing_ok=True)
+        self._replace(INFO, self._describe().to_json_dict())
+        # Line buffering keeps all updates of a process that is killed.
+        self._open[folder] = (folder / STEPS).open("w", buffering=1)
+        return self._open[folder]
+
+    def _write(self, reporter: UpdateReporter) -> None:
+        by_duration = sorted(self._recent, key=lambda record: record.measured.update_s)
+        typical = by_duration[len(by_duration) // 2]
+        self._replace(MEASURED, typical.timeline.chrome_trace(typical.phases))
+        if (predicted := reporter.prediction()) is not None:
+            self._replace(PREDICTED, predicted.timeline.chrome_trace(predicted.phases))
+        measured = {
+            "compared_updates": reporter.compared_updates,
+            "compared": [
+                {"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s}
+                for row in reporter.comparison()
+            ],
+            "forward_alone_s": reporter.forward_alone_s,
+            "stock_s": typical.plan.stock_s,
+            "drawn_step": typical.counts.step,
+        }
+        self._replace(INFO, self._describe().to_json_dict() | measured)
+
+    def _replace(self, name: str, content: object) -> None:
+        replace_file(self._folder / name, json.dumps(content, indent=2 if name == INFO else None) + "\n")
+
+
+def values_of(quantity: str, steps: Sequence[Mapping[str, float | None]]) -> list[float]:
+    """Return the values of a quantity in the steps that have it."""
+    return [value for step in steps if (value := step.get(quantity)) is not None]
+
+
+class RunError(ValueError):
+    """An error for a folder that contains no readable run: the rule, the value found, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """A run as its folder describes it. Predictions and measurements may be missing.
+
+    ``forward_alone_s`` is the forward without an update beside it, ``stock_s`` the predicted update of stock, and
+    ``drawn_step`` the step of ``measured``.
+    """
+
+    info: RunInfo
+    steps: Sequence[Mapping[str, float | None]]
+    compared_updates: int
+    compared: Sequence[ComparisonRow]
+    forward_alone_s: float | None
+    stock_s: float | None
+    drawn_step: int | None
+    measured: TracedUpdate | None
+    predicted: TracedUpdate | None
+
+    @property
+    def typical_steps(self) -> Sequence[Mapping[str, float | None]]:
+        """Return the steps whose medians are shown: those that are compared, or else the last ones."""
+        if self.compared_updates:
+            return self.steps[-self.compared_updates :]
+        return (self.steps[WARM_UPDATES:] or self.steps)[-COMPARED_UPDATES:]
+
+    def median(self, quantity: str) -> float | None:
+        """Return the median of a quantity over ``typical_steps``, None if none of them has it."""
+        values = values_of(quantity, self.typical_steps)
+        return median(values) if values else None
+
+    @classmethod
+    def read(cls, folder: Path) -> RecordedRun:
+        """Return the run in ``folder``, as far as it is written. Raise ``RunError`` if there is none."""
+
+        def read(name: str) -> str:
+            return read_text(folder / name, MAX_RUN_BYTES)
+
+        try:
+            info = parse_json(read(INFO))
+            if info["format"] != FORMAT:
+                raise ValueError(f"format {shorten(info['format'])}")
+            alone_s, stock_s, drawn_step = (info.get(key) for key in ("forward_alone_s", "stock_s", "drawn_step"))
+            # A killed process may have written a part of the last line.
+            lines = [parse_json(line) for line in read(STEPS).splitlines() if line.endswith("}")]
+            measured, predicted = (
+                Timeline.from_chrome_trace(parse_json(read(name))) if (folder / name).exists() else None
+                for name in (MEASURED, PREDICTED)
+            )
+            return cls(
+                info=_info(info),
+                steps=[
+                    _with_cost(
+                        {name: value if value is None else float(value) for name, value in line.items()}, alone_s
+                    )
+                    for line in lines
+                ],
+                compared_updates=int(info.get("compared_updates", 0)),
+                compared=[
+                    ComparisonRow(str(row["what"]), float(row["predicted_s"]), float(row["measured_s"]))
+                    for row in info.get("compared", [])
+                ],
+                forward_alone_s=None if alone_s is None else float(alone_s),
+                stock_s=None if stock_s is None else float(stock_s),
+                drawn_step=None if drawn_step is None else int(drawn_step),
+                measured=measured,
+                predicted=predicted,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"A run must be a folder that training has written, of format {FORMAT}; found {folder}: "
+                f"{type(error).__name__}: {error}.\n"
+                f'Train with "deep_optimizer_states": {{"report": "FOLDER"}}, and name that folder.'
+            ) from None
+
+
+def _with_cost(step: dict[str, float | None], forward_alone_s: float | None) -> dict[str, float | None]:
+    """Return ``step`` with the cost of its update: the exposed seconds, and those by which forward took longer."""
+    exposed_s, forward_s = step["exposed_s"], step["forward_s"]
+    if forward_alone_s is None:
+        return {**step, "cost_s": exposed_s}
+    if exposed_s is None or forward_s is None:
+        return step
+    slowed_s = max(0.0, forward_s - forward_alone_s)
+    return {**step, "slowed_s": slowed_s, "cost_s": exposed_s + slowed_s}
+
+
+def _info(found: Mapping[str, Any]) -> RunInfo:
+    plan = found["plan"]
+    units = [
+        Unit(index, tuple(Range(*map(int, run)) for run in ranges), str(label))
+        for index, (ranges, label) in enumerate(plan["units"])
+    ]
+    read = UpdatePlan(
+        workload=Workload(tuple(units)),
+        placements=tuple(map(Placement, plan["placements"])),
+        num_slots=int(plan["num_slots"]),
+        order=None if plan["order"] is None else tuple(map(int, plan["order"])),
+    )
+    return RunInfo(
+        began=str(found["began"]),
+        world_size=int(found["world_size"]),
+        accelerator=str(found["accelerator"]),
+        software=dict(found["software"]),
+        plan=read,
+        memory_bytes={str(kind): int(reserved) for kind, reserved in found["memory_bytes"].items()},
+    )
