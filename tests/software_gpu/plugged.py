@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -51,12 +51,10 @@ TORCH: Any = TorchWithDevice()
 @contextmanager
 def plugged(
     settings: Settings | None = None,
-    adam_kernel: tuple[Any, Mapping[str, object]] = (KERNEL, {}),
     chunk_bytes: int = cuda.CHUNK_BYTES,
 ) -> Iterator[None]:
     """Train on the device inside this context. Engines must be created and destroyed inside it.
 
-    ``adam_kernel`` replaces the jitted function of Triton in ``TritonAdam``, and the options of its launches.
     ``chunk_bytes`` is the size of the chunks of our copies.
     The function that chooses the device by the accelerator's name is replaced, because it knows CUDA and the CPU only.
 
@@ -66,7 +64,7 @@ def plugged(
     with applied(settings or Settings()), ExitStack() as patches:
         for module in (cuda, devices, choice):
             patches.enter_context(mock.patch.object(module, "torch", TORCH))
-        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=adam_kernel))
+        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=(KERNEL, {})))
         patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
         for name in ("current_device", "get_device_properties"):
             patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
