@@ -22,6 +22,7 @@ from tests.software_gpu.accelerator import SoftwareAccelerator
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
 from tests.software_gpu.library import DEVICE_TYPE
 from tests.software_gpu.process_group import SoftwareProcessGroup
+from tests.software_gpu.racecheck import RaceError, checked_threads, take_races
 from tests.software_gpu.settings import Settings, applied
 
 KERNEL = SoftwareAdamKernel()
@@ -61,7 +62,10 @@ def plugged(
     ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
     """
     original = get_accelerator()
-    with applied(settings or Settings()), ExitStack() as patches:
+    settings = settings or Settings()
+    with applied(settings), ExitStack() as patches:
+        if settings.racecheck:
+            patches.enter_context(checked_threads())
         for module in (cuda, devices, choice):
             patches.enter_context(mock.patch.object(module, "torch", TORCH))
         patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=(KERNEL, {})))
@@ -75,6 +79,8 @@ def plugged(
         try:
             yield
             device.synchronize()
+            if races := take_races():
+                raise RaceError("\n".join(races))
         finally:
             set_accelerator(original)
             devices._no_gpu_adam.cache_clear()
