@@ -13,7 +13,7 @@ from tests.launch import REPOSITORY, open_shared_buffers, shared_buffers
 from tests.processor import clear_processor_info
 
 SLOWEST_FIRST = (
-    "tests/zero/races/test_engine_races.py",
+    "tests/software_gpu/races",
     "tests/zero/parity/test_parity.py",
     "tests/zero/parity/test_compositions.py",
     "tests/zero/behaviour",

@@ -37,14 +37,14 @@ def schedules(seed: int) -> str | None:
 
 
 def engine(seed: int) -> str | None:
-    """Run random cases of the whole engine on the recording accelerator. Return the failure, shrunk, or None."""
+    """Run random cases under the race check of the GPU in software. Return the failure, shrunk, or None."""
     world_size = 1 + seed % 3
     cases = [str(seed * CASES_PER_ROUND + number) for number in range(CASES_PER_ROUND)]
-    problem = run_under_race_detector(world_size, cases)
+    problem = run_under_race_check(world_size, cases)
     if problem is None:
         return None
     for case in cases:
-        alone = run_under_race_detector(world_size, [case])
+        alone = run_under_race_check(world_size, [case])
         if alone is not None:
             return shrink(world_size, case, alone)
     return problem
@@ -53,26 +53,24 @@ def engine(seed: int) -> str | None:
 def shrink(world_size: int, case: str, problem: str) -> str:
     """Apply each simplification that keeps the case failing. Return the last failure, and the command to repeat it."""
     for name in SIMPLER:
-        found = run_under_race_detector(world_size, [f"{case},{name}"])
+        found = run_under_race_check(world_size, [f"{case},{name}"])
         if found is not None:
             case, problem = f"{case},{name}", found
-    return f"{problem}\n{world_size} ranks: python -m tests.zero.races.engine_race_ranks {case}"
+    return f"{problem}\n{world_size} ranks: python -m tests.software_gpu.races.race_ranks {case}"
 
 
-def run_under_race_detector(world_size: int, cases: list[str]) -> str | None:
-    """Run the cases on the recording accelerator, and return the failures, or None."""
-    ranks = run_ranks(world_size, ["-m", "tests.zero.races.engine_race_ranks", *cases], timeout_s=TIMEOUT_S)
-    bad = [
-        format_answer(answer) for answer in ranks[0].answers() if any(answer["findings"]) or any(answer["differences"])
-    ]
+def run_under_race_check(world_size: int, cases: list[str]) -> str | None:
+    """Run the cases on the GPU in software under its race check, and return the failures, or None."""
+    ranks = run_ranks(world_size, ["-m", "tests.software_gpu.races.race_ranks", *cases], timeout_s=TIMEOUT_S)
+    bad = [format_answer(answer) for answer in ranks[0].answers() if any(answer["races"]) or any(answer["differences"])]
     return _problem(ranks, bad, len(cases))
 
 
 def format_answer(answer: dict[str, Any]) -> str:
-    """Return the case, the config block, the schedule and the findings of an answer as lines."""
+    """Return the case, the config block, the schedule and the races of an answer as lines."""
     lines = [f"{answer['case']}, {answer['block']}", answer["schedule"]]
-    for rank, (findings, differences) in enumerate(zip(answer["findings"], answer["differences"], strict=True)):
-        lines += [f"rank {rank}: {found}" for found in (*findings, *differences)]
+    for rank, (races, differences) in enumerate(zip(answer["races"], answer["differences"], strict=True)):
+        lines += [f"rank {rank}: {found}" for found in (*races, *differences)]
     return "\n".join(lines)
 
 

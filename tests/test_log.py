@@ -1,4 +1,4 @@
-"""Test the plugin's logger: who logs what, the prefix, and that the user's configuration is obeyed."""
+"""Test the plugin's logger: who logs, the prefix, and that the user's configuration is obeyed."""
 
 from __future__ import annotations
 

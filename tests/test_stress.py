@@ -44,15 +44,15 @@ def test_a_failing_case_of_the_engine_is_shrunk_to_the_settings_that_it_needs(mo
     needed = {"no_accumulation", "one_group"}
     requested: list[list[str]] = []
 
-    def run_under_race_detector(world_size: int, cases: list[str]) -> str | None:
+    def run_under_race_check(world_size: int, cases: list[str]) -> str | None:
         requested.append(cases)
         bad = [case for case in cases if case.startswith("139") and not needed & set(case.split(","))]
         return f"{world_size} ranks, {bad}" if bad else None
 
-    monkeypatch.setattr(stress, "run_under_race_detector", run_under_race_detector)
+    monkeypatch.setattr(stress, "run_under_race_check", run_under_race_check)
     smallest = ",".join(["139", *(name for name in SIMPLER if name not in needed)])
     found = stress.engine(17)
-    assert found == f"3 ranks, ['{smallest}']\n3 ranks: python -m tests.zero.races.engine_race_ranks {smallest}"
+    assert found == f"3 ranks, ['{smallest}']\n3 ranks: python -m tests.software_gpu.races.race_ranks {smallest}"
     assert requested[0] == [str(number) for number in range(136, 144)]
 
 
@@ -69,11 +69,11 @@ def test_every_part_of_a_failed_answer_and_a_crash_is_printed() -> None:
         "case": "random 3",
         "block": {"placement": "cpu"},
         "schedule": "schedule slots 0",
-        "findings": [[{"rule": "order"}], []],
+        "races": [["a write and a read are not ordered"], []],
         "differences": [[], ["loss"]],
     }
     description = stress.format_answer(answer)
-    for part in ("random 3", "'cpu'", "schedule slots 0", "rank 0: {'rule': 'order'}", "rank 1: loss"):
+    for part in ("random 3", "'cpu'", "schedule slots 0", "rank 0: a write and a read", "rank 1: loss"):
         assert part in description
     good = Finished(0, "ANSWER 1\n")
     assert stress._problem([good, good], [], 1) is None

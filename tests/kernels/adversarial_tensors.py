@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamTensors, StateDtypes
 
 GUARD = 8
 """The elements before and after a tensor that no kernel may change. Eight fp32 elements keep the alignment."""
@@ -70,7 +70,12 @@ def adversarial_grad(
 
 
 def adversarial_tensors(
-    numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, offsets: Offsets, seed: int
+    numel: int,
+    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    offsets: Offsets,
+    seed: int,
+    states: StateDtypes = FP32_STATES,
 ) -> tuple[AdamTensors, torch.Tensor]:
     """Return a sub-group between guards, and the elements whose moment is zero.
 
@@ -84,9 +89,9 @@ def adversarial_tensors(
     # An element whose second moment is negative becomes NaN.
     exp_avg_sq = torch.where(negative, exp_avg_sq, exp_avg_sq.abs())
     tensors = AdamTensors(
-        master=_guarded(adversarial_numbers(numel, generator)),
-        exp_avg=_guarded(adversarial_numbers(numel, generator).masked_fill(still, 0)),
-        exp_avg_sq=_guarded(exp_avg_sq.where(~still, exp_avg_sq.abs().nan_to_num(1.0))),
+        master=_guarded(adversarial_numbers(numel, generator).to(states.master)),
+        exp_avg=_guarded(adversarial_numbers(numel, generator).masked_fill(still, 0).to(states.moment)),
+        exp_avg_sq=_guarded(exp_avg_sq.where(~still, exp_avg_sq.abs().nan_to_num(1.0)).to(states.moment)),
         grad=_guarded(torch.zeros(numel, dtype=grad_dtype), offsets.grad),
         param=None if param_dtype is None else _guarded(torch.zeros(numel, dtype=param_dtype), offsets.param),
     )

@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from deep_opt_states.device.kernels.arithmetic import Tail
-from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, BlockShape
+from deep_opt_states.device.kernels import triton_kernel
+from deep_opt_states.device.kernels.adam import StateDtypes
+from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
+from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, BlockShape, TritonAdam
 from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
 
 CAPABILITIES = (80, 90, 100, 120)
@@ -101,6 +107,54 @@ def compile_update(
     types = {"grad": grad, "param": param, "numel": "i64", "cut": "i64", "skip": "i64", "decay_kind": "i32"}
     types |= dict(zip(("master", "exp_avg", "exp_avg_sq"), (states[0], states[1], states[1]), strict=True))
     return compile_kernel(update, types, {"TAIL": int(tail), "BLOCK": BlockShape().elements}, capability, options)
+
+
+class AbsentGpu:
+    """The part of Triton's driver that a compilation uses, for a GPU that need not be present."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        """Return a number for each capability, since Triton keeps the compiled kernels by the device's number."""
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+class CompilingKernel:
+    """A stand-in for Triton's kernel, whose launches compile for ``capability`` and run nothing.
+
+    ``launched`` holds the kernel of each launch. Triton's own code chooses it, by the types and the alignment of the
+    arguments.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+        self.launched: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int], *arguments: Any, **named: Any) -> None:
+        with mock.patch.object(driver, "_active", AbsentGpu(self._capability)):
+            found = update.run(*arguments, grid=grid, warmup=True, **named)
+        self.launched.append(Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"]))
+
+
+def compile_launches(
+    grad: torch.dtype, param: torch.dtype | None, states: StateDtypes, tail: Tail, capability: int
+) -> list[Compiled]:
+    """Return the kernels that ``TritonAdam`` launches for these dtypes, one for each combination of alignments."""
+    kernel = CompilingKernel(capability)
+    with mock.patch.object(triton_kernel, "update", kernel):
+        adam = TritonAdam(Arithmetic(16, tail), (0.9, 0.95), adamw=True, device=torch.device("cpu"))
+    adam.compile([grad], [param], states)
+    return kernel.launched
 
 
 def check_rounding(compiled: Compiled) -> None:

@@ -1,19 +1,8 @@
-"""Compute with fp32 and fp16 arrays as a GPU does: each operation rounds once, keeps denormals, and has a single NaN.
-
-numpy rounds sums, products, quotients, square roots and conversions correctly, but has no fused multiply-add.
-"""
+"""Compute the fused multiply-add of fp32 arrays, the only operation of the GPU kernel that numpy lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-
-NANS = {
-    np.dtype(np.float32): np.uint32(0x7FFFFFFF).view(np.float32),
-    np.dtype(np.float16): np.uint16(0x7FFF).view(np.float16),
-}
-"""The bits that a GPU gives to every result that is NaN."""
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -31,13 +20,3 @@ def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarra
     inexact = np.isfinite(total) & np.isfinite(error) & (error != 0)
     odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
     return np.where(inexact & even, odd, total).astype(np.float32)
-
-
-def with_one_nan(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return ``compute`` with a GPU's NaN in place of every NaN that x86 propagates or generates."""
-
-    def computed(*operands: np.ndarray) -> np.ndarray:
-        result = compute(*operands)
-        return np.where(np.isnan(result), NANS[result.dtype], result)
-
-    return computed

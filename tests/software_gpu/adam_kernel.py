@@ -45,7 +45,14 @@ class SoftwareAdamKernel:
             cores=None,
         )
         gpu_s = (numel - skip) / current().rates.adam_params_per_s
-        device.launch(lambda: library().update([update], library().instruction_set), "GPU Adam", gpu_s=gpu_s)
+        written = [tensor[skip:numel] for tensor in (master, exp_avg, exp_avg_sq, param) if tensor is not None]
+        device.launch(
+            lambda: library().update([update], library().instruction_set),
+            "GPU Adam",
+            reads=[grad[skip:numel]],
+            writes=written,
+            gpu_s=gpu_s,
+        )
 
 
 def _address(tensor: torch.Tensor, skip: int) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from tests.software_gpu.library import (
     DEVICE_TYPE,
+    CRange,
     HostWait,
     Launched,
     amounts,
@@ -294,19 +295,40 @@ def _run(ticket: int) -> None:
         call("set_error", traceback.format_exc().encode())
 
 
-def launch(function: Callable[[], None], name: str, *, gpu_s: float = 0.0, latency_s: float = 0.0) -> None:
+def launch(
+    function: Callable[[], None],
+    name: str,
+    *,
+    reads: Sequence[torch.Tensor] = (),
+    writes: Sequence[torch.Tensor] = (),
+    gpu_s: float = 0.0,
+    latency_s: float = 0.0,
+) -> None:
     """Enqueue ``function`` on the current stream, as a kernel that takes so many seconds of the GPU.
 
     The function must not hold references to tensors of the device, because a kernel does not. It works on ``host_view``
-    of them.
+    of them. ``reads`` and ``writes`` are for the race check.
     """
-    _enqueue(function, name, COMPUTE_ENGINE, amounts(gpu=gpu_s), latency_s)
+    _enqueue(function, name, COMPUTE_ENGINE, amounts(gpu=gpu_s), latency_s, ranges(reads, writes))
 
 
-def _enqueue(function: Callable[[], None], name: str, engine: int, used: Any, latency_s: float) -> None:
+def _enqueue(
+    function: Callable[[], None], name: str, engine: int, used: Any, latency_s: float, accessed: Any = ()
+) -> None:
     ticket = next(_tickets)
     _launched[ticket] = function
-    checked("launch", current_stream().stream_id, _run, ticket, name.encode(), engine, used, latency_s)
+    stream, accessed = current_stream().stream_id, accessed or ranges()
+    checked("launch", stream, _run, ticket, name.encode(), engine, used, latency_s, accessed, len(accessed))
+
+
+def ranges(reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> Any:
+    """Return an array of the bytes of contiguous tensors, as the race check takes them."""
+    found = [
+        CRange(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, writing)
+        for tensors, writing in ((reads, False), (writes, True))
+        for tensor in tensors
+    ]
+    return (CRange * len(found))(*found)
 
 
 def _sleep(cycles: int) -> None:

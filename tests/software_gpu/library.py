@@ -18,7 +18,8 @@ from torch.utils import cpp_extension
 DEVICE_TYPE = "software_gpu"
 
 FOLDER = Path(__file__).parent / "csrc"
-FLAGS = ["-O1", "-Wall"]
+FLAGS = ["-O1", "-Wall", "-DNDEBUG"]
+"""PyTorch is compiled with NDEBUG, on which the layout of some of its classes depends."""
 
 RESOURCES = ("h2d", "d2h", "both_directions", "pageable", "host_memory", "gpu", "cpu")
 """The shared resources of the time model, in the order of ``Resource`` in ``csrc/clock.h``."""
@@ -34,6 +35,12 @@ HostWait = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 Amounts = ctypes.c_double * len(RESOURCES)
 
 
+class CRange(ctypes.Structure):
+    """The ctypes counterpart of ``CRange`` in ``csrc/interface.cpp``."""
+
+    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("writes", ctypes.c_int32))
+
+
 class CSettings(ctypes.Structure):
     """The ctypes counterpart of ``CSettings`` in ``csrc/interface.cpp``."""
 
@@ -45,7 +52,7 @@ class CSettings(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("slowed_by_host_work", "slowed_by_copies")),
         *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes", "page_lock_limit_bytes")),
         *((name, ctypes.c_int32) for name in ("lazy", "eager", "execute_first", "trace", "emulated", "poison")),
-        ("kernels_per_product", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("kernels_per_product", "racecheck")),
     )
 
 
@@ -66,8 +73,15 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             ctypes.c_int32,
             ctypes.POINTER(ctypes.c_double),
             ctypes.c_double,
+            ctypes.POINTER(CRange),
+            ctypes.c_int32,
         ),
     ),
+    "access_on_host": (None, (ctypes.c_char_p, ctypes.POINTER(CRange), ctypes.c_int32)),
+    "snapshot_of_host": (ctypes.c_void_p, ()),
+    "order_host_after": (None, (ctypes.c_void_p,)),
+    "delete_snapshot": (None, (ctypes.c_void_p,)),
+    "take_races": (ctypes.c_char_p, ()),
     "begin_host_work": (ctypes.c_void_p, (ctypes.POINTER(ctypes.c_double),)),
     "end_host_work": (None, (ctypes.c_void_p,)),
     "simulate": (

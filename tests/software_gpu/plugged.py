@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from tests.software_gpu.accelerator import SoftwareAccelerator
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
 from tests.software_gpu.library import DEVICE_TYPE
 from tests.software_gpu.process_group import SoftwareProcessGroup
+from tests.software_gpu.racecheck import RaceError, checked_threads, take_races
 from tests.software_gpu.settings import Settings, applied
 
 KERNEL = SoftwareAdamKernel()
@@ -51,22 +52,23 @@ TORCH: Any = TorchWithDevice()
 @contextmanager
 def plugged(
     settings: Settings | None = None,
-    adam_kernel: tuple[Any, Mapping[str, object]] = (KERNEL, {}),
     chunk_bytes: int = cuda.CHUNK_BYTES,
 ) -> Iterator[None]:
     """Train on the device inside this context. Engines must be created and destroyed inside it.
 
-    ``adam_kernel`` replaces the jitted function of Triton in ``TritonAdam``, and the options of its launches.
     ``chunk_bytes`` is the size of the chunks of our copies.
     The function that chooses the device by the accelerator's name is replaced, because it knows CUDA and the CPU only.
 
     ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
     """
     original = get_accelerator()
-    with applied(settings or Settings()), ExitStack() as patches:
+    settings = settings or Settings()
+    with applied(settings), ExitStack() as patches:
+        if settings.racecheck:
+            patches.enter_context(checked_threads())
         for module in (cuda, devices, choice):
             patches.enter_context(mock.patch.object(module, "torch", TORCH))
-        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=adam_kernel))
+        patches.enter_context(mock.patch.object(triton_adam, "_import_kernel", return_value=(KERNEL, {})))
         patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
         for name in ("current_device", "get_device_properties"):
             patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
@@ -77,6 +79,8 @@ def plugged(
         try:
             yield
             device.synchronize()
+            if races := take_races():
+                raise RaceError("\n".join(races))
         finally:
             set_accelerator(original)
             devices._no_gpu_adam.cache_clear()

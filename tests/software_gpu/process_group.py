@@ -139,7 +139,13 @@ class SoftwareProcessGroup(dist.ProcessGroup):
         views = [_view(argument) for argument in tensors]
         done = device.Event()
         with device.stream(stream):
-            device.launch(lambda: call(_method_of(self._on_stream, method), _opened(views)).wait(), method)
+            device.launch(
+                lambda: call(_method_of(self._on_stream, method), _opened(views)).wait(),
+                method,
+                reads=flat,
+                # The first argument receives the result.
+                writes=list(_flat(tensors[0])),
+            )
             done.record()
         # The tensors of a handle that was dropped without a wait are kept until the collective is over.
         self._in_flight = [work for work in self._in_flight if work._tensors and not work.is_completed()]

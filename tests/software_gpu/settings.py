@@ -50,7 +50,8 @@ class Settings:
     a task; one of ``library.EAGER``.
     ``jitter_s``: each task starts after a random delay of up to so many seconds. ``execute_first``: a task executes
     before the time that it takes has passed, instead of after it, so that the time of the arithmetic on this machine is
-    part of it. ``trace``: keep the spans of all tasks for ``device.take_spans``.
+    part of it. ``trace``: keep the spans of all tasks for ``device.take_spans``. ``racecheck``: check that accesses to
+    the same memory are ordered (``racecheck.py``).
     """
 
     rates: MachineRates = field(default_factory=MachineRates)
@@ -61,6 +62,7 @@ class Settings:
     seed: int = 0
     execute_first: bool = False
     trace: bool = False
+    racecheck: bool = False
     poison: bool = True
     memory_bytes: int = 4 * GIB
     page_lock_limit_bytes: int = 2**63
@@ -96,6 +98,7 @@ class Settings:
                 emulated=rates != MachineRates(),
                 poison=self.poison,
                 kernels_per_product=rates.kernels_per_product,
+                racecheck=self.racecheck,
             ),
         )
         _applied[0] = self

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from deepspeed import zero
 
 from tests.launch import answer
+from tests.software_gpu.faults.reads_between_steps import after_each_step
+from tests.software_gpu.faults.writes_between_steps import write_gathered
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import PLAIN, Settings
-from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, RESIDENT, STREAMED, STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences, real_numel, run_variant
-from tests.zero.races.faults import RESIDENT
-from tests.zero.races.reads_between_steps import after_each_step
-from tests.zero.races.writes_between_steps import write_gathered
 
 ADVERSARIES = {"plain": PLAIN, "lazy": Settings(lazy=True, lazy_s=20.0)}
 

@@ -24,10 +24,8 @@ from tests.software_gpu import device
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import Settings
-from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case import CPU, NO_THROUGHPUT_TIMER, RESIDENT, STREAMED, STRIDE_2, Case, not_deferred
 from tests.zero.parity.training import Block, closing_engine, shared_folder, train
-from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
-from tests.zero.races.faults import RESIDENT, not_deferred
 
 STEPS, STEADY_FROM = 5, 2
 """In the first step no update is in flight, and after the second DeepSpeed has a trace of the modules."""

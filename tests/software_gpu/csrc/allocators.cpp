@@ -76,7 +76,10 @@ void resize_storage(c10::StorageImpl& storage, size_t bytes) {
   if (kept > 0) {
     char* destination = device_memory().arena().real(fresh.get());
     char* source = device_memory().arena().real(storage.data());
-    enqueue_kernel("resize_", [=] { memcpy(destination, source, kept); }, 2.0 * kept);
+    auto to = reinterpret_cast<uintptr_t>(fresh.get()), from = reinterpret_cast<uintptr_t>(storage.data());
+    enqueue_kernel(
+        "resize_", [=] { memcpy(destination, source, kept); }, {{to, to + kept, true}, {from, from + kept, false}},
+        2.0 * kept);
   }
   storage.set_data_ptr_noswap(std::move(fresh));
   storage.set_nbytes(bytes);

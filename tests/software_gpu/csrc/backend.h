@@ -32,10 +32,13 @@ struct DeviceView {
   int64_t bytes() const;
   // Return a CPU tensor over that memory. Only stream threads may use it.
   at::Tensor open() const;
+  // The bytes from the first to the last element, with the access of an operation.
+  Bytes range(bool writes) const;
 };
 
 // Enqueue a kernel on the current stream. Without `flops`, its duration follows from the bytes that it moves.
-void enqueue_kernel(std::string name, std::function<void()> work, double bytes, double flops = 0);
+void enqueue_kernel(
+    std::string name, std::function<void()> work, std::vector<Bytes> ranges, double bytes, double flops = 0);
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes);
 

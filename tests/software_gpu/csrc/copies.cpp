@@ -51,12 +51,17 @@ void copy_bytes(const at::Tensor& destination, const at::Tensor& source, bool no
   std::string name = to_device ? "copy H2D" : "copy D2H";
   Engine engine = to_device ? Engine::H2D : Engine::D2H;
   Task task{work, page_locked ? name : name + ", pageable", engine, copy_cost(bytes, to_device, page_locked)};
+  auto on_device = reinterpret_cast<uintptr_t>((to_device ? destination : source).data_ptr());
+  auto on_host = reinterpret_cast<uintptr_t>(host);
+  task.ranges.push_back({on_device, on_device + bytes, to_device});
+  // The race check knows page-locked memory only.
+  if (page_locked) task.ranges.push_back({on_host, on_host + bytes, !to_device});
   Mark copied = stream.issue(std::move(task));
   if (kind == HostMemory::PINNED) pinned_memory().record_use(host, copied);
   if (!non_blocking) {
     runtime().host_wait(copied, name + ", blocking");
   } else if (!page_locked && !staged) {
-    runtime().host_wait(copied, name + ", pageable");
+    runtime().host_wait(copied, name + ", pageable", /*promised=*/false);
   }
 }
 
@@ -88,7 +93,8 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
     return self;
   }
   DeviceView to(self), from(source.expand_as(self));
-  enqueue_kernel("copy", [=] { to.open().copy_(from.open()); }, to.bytes() + from.bytes());
+  enqueue_kernel("copy", [=] { to.open().copy_(from.open()); }, {to.range(true), from.range(false)},
+      to.bytes() + from.bytes());
   return self;
 }
 

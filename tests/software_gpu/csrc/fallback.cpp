@@ -141,6 +141,15 @@ class Arguments {
         if (tensor.device) total += tensor.device->bytes();
     return total;
   }
+  std::vector<Bytes> ranges(const c10::FunctionSchema& schema) const {
+    std::vector<Bytes> result;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const auto* alias = schema.arguments()[i].alias_info();
+      for (auto& tensor : tensors_[i])
+        if (tensor.device) result.push_back(tensor.device->range(alias != nullptr && alias->isWrite()));
+    }
+    return result;
+  }
   // Return a text that determines the results of the meta kernel, or none if they may depend on more than it has.
   std::optional<std::string> signature() const {
     std::ostringstream text;
@@ -273,7 +282,7 @@ void fill_with_random_numbers(const OperatorHandle& op, torch::jit::Stack& stack
   on_host[0] = drawn;
   call_kernel(op, on_host);
   DeviceView to(self);
-  enqueue_kernel(op.schema().name(), [to, drawn] { to.open().copy_(drawn); }, to.bytes());
+  enqueue_kernel(op.schema().name(), [to, drawn] { to.open().copy_(drawn); }, {to.range(true)}, to.bytes());
   stack.resize(first);
   stack.emplace_back(self);
 }
@@ -297,12 +306,12 @@ void run_and_wait(const OperatorHandle& op, torch::jit::Stack& stack, size_t fir
           error = raised.what();
         }
       },
-      arguments.bytes());
+      arguments.ranges(schema), arguments.bytes());
   runtime().host_wait(current_stream().last(), schema.name());
   TORCH_CHECK(error.empty(), error);
   auto copy_to = [&](const at::Tensor& tensor, const at::Tensor& result) {
     DeviceView to(tensor);
-    enqueue_kernel(schema.name(), [to, result] { to.open().copy_(result); }, to.bytes());
+    enqueue_kernel(schema.name(), [to, result] { to.open().copy_(result); }, {to.range(true)}, to.bytes());
     return tensor;
   };
   auto on_device = [&](const at::Tensor& result) {
@@ -425,9 +434,13 @@ void fallback(const OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   double bytes = arguments.bytes();
+  std::vector<Bytes> ranges = arguments.ranges(schema);
   for (auto& output : outputs)
     for (auto& view : output)
-      if (view) bytes += view->bytes();
+      if (view) {
+        bytes += view->bytes();
+        ranges.push_back(view->range(true));
+      }
   double flops = flops_of(schema.name(), arguments, returned);
   auto work = [op, arguments = std::move(arguments), outputs = std::move(outputs)] {
     torch::jit::Stack results = arguments.open_stack();
@@ -439,7 +452,7 @@ void fallback(const OperatorHandle& op, torch::jit::Stack* stack) {
         if (outputs[i][j]) store(*outputs[i][j], tensors[j], op.schema().name());
     }
   };
-  enqueue_kernel(schema.name(), std::move(work), bytes, flops);
+  enqueue_kernel(schema.name(), std::move(work), std::move(ranges), bytes, flops);
   stack->resize(first);
   stack->insert(stack->end(), returned.begin(), returned.end());
 }

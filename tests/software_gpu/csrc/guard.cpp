@@ -33,7 +33,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return torch_stream(exchange_current_stream(stream.id()));
   }
-  bool queryStream(const c10::Stream& stream) const override { return runtime().stream(stream.id()).last().reached(); }
+  bool queryStream(const c10::Stream& stream) const override { 
+    return is_over(runtime().stream(stream.id()).last());
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     runtime().host_wait(runtime().stream(stream.id()).last(), "stream.synchronize");
   }
@@ -50,7 +52,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     runtime().stream(stream.id()).wait_for(mark(event));
   }
-  bool queryEvent(void* event) const override { return mark(event).reached(); }
+  bool queryEvent(void* event) const override { return is_over(mark(event)); }
   void synchronizeEvent(void* event) const override { runtime().host_wait(mark(event), "event.synchronize"); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
@@ -58,6 +60,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  // Where races are checked, the answer does not depend on timing: it is true only if the caller has waited.
+  static bool is_over(const Mark& mark) {
+    bool is_checked = racecheck().enabled() && mark.happened != nullptr;
+    return is_checked ? racecheck().host_is_after(mark.happened) && mark.reached() : mark.reached();
+  }
   static Mark& mark(void* event) { return *static_cast<Mark*>(event); }
 };
 

@@ -24,6 +24,18 @@ int guarded(Function function) {
   }
 }
 
+struct CRange {
+  uint64_t begin, end;
+  int32_t writes;
+};
+
+std::vector<Bytes> ranges_from(const CRange* ranges, int32_t count) {
+  std::vector<Bytes> result;
+  for (int32_t i = 0; i < count; ++i)
+    result.push_back({ranges[i].begin, ranges[i].end, ranges[i].writes != 0});
+  return result;
+}
+
 Cost cost_from(const double* amounts, double latency_s) {
   Cost cost;
   std::copy(amounts, amounts + NUM_RESOURCES, cost.amounts.begin());
@@ -40,7 +52,7 @@ struct CSettings {
   double capacities[NUM_RESOURCES];
   double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s, slowed_by_host_work, slowed_by_copies;
   uint64_t seed, memory_bytes, page_lock_limit_bytes;
-  int32_t lazy, eager, execute_first, trace, emulated, poison, kernels_per_product;
+  int32_t lazy, eager, execute_first, trace, emulated, poison, kernels_per_product, racecheck;
 };
 
 const char* software_gpu_last_error() { return last_error.c_str(); }
@@ -67,6 +79,9 @@ void software_gpu_configure(const CSettings* c) {
   the_clock().set_slowdown(c->slowed_by_host_work, c->slowed_by_copies);
   device_memory().configure(c->memory_bytes, c->poison);
   pinned_memory().set_limit(c->page_lock_limit_bytes);
+  if (racecheck().enabled() == static_cast<bool>(c->racecheck)) return;
+  runtime().drain();
+  racecheck().enable(c->racecheck);
 }
 
 // Wait until all streams are idle, without a record of the wait and without raising errors.
@@ -85,14 +100,38 @@ uint64_t software_gpu_real_address(uint64_t device) {
   return reinterpret_cast<uint64_t>(device_memory().arena().real(reinterpret_cast<void*>(device)));
 }
 
-// Enqueue `callback(argument)` on a stream.
+// Enqueue `callback(argument)` on a stream. The task accesses `num_ranges` ranges.
 int software_gpu_launch(
     int64_t stream, void (*callback)(uint64_t), uint64_t argument, const char* name, int32_t engine,
-    const double* amounts, double latency_s) {
+    const double* amounts, double latency_s, const CRange* ranges, int32_t num_ranges) {
   return guarded([=] {
     auto work = [=] { callback(argument); };
-    runtime().stream(stream).issue({work, name, static_cast<Engine>(engine), cost_from(amounts, latency_s)});
+    Task task{work, name, static_cast<Engine>(engine), cost_from(amounts, latency_s)};
+    task.ranges = ranges_from(ranges, num_ranges);
+    runtime().stream(stream).issue(std::move(task));
   });
+}
+
+// Record that the calling thread accesses page-locked memory.
+void software_gpu_access_on_host(const char* name, const CRange* ranges, int32_t num_ranges) {
+  racecheck().access_on_host(ranges_from(ranges, num_ranges), name);
+}
+
+// Return what the calling thread has done and waited for, for `software_gpu_order_host_after` on another thread.
+void* software_gpu_snapshot_of_host() { return new RaceCheck::Snapshot(racecheck().snapshot_of_host()); }
+
+void software_gpu_order_host_after(void* snapshot) {
+  racecheck().order_host_after(*static_cast<RaceCheck::Snapshot*>(snapshot));
+}
+
+void software_gpu_delete_snapshot(void* snapshot) { delete static_cast<RaceCheck::Snapshot*>(snapshot); }
+
+// Return the races since the last call, one per line. They are valid until the next call on this thread.
+const char* software_gpu_take_races() {
+  thread_local std::string text;
+  text.clear();
+  for (const std::string& race : racecheck().take_races()) text += race + '\n';
+  return text.c_str();
 }
 
 // Begin and end work of the calling thread that takes emulated time.

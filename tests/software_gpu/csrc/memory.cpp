@@ -124,6 +124,8 @@ void* DeviceMemory::allocate(size_t size, Stream& stream) {
   allocated_[block->pointer] = block;
   statistics_.allocated_bytes[ALL].increase(block->size);
   statistics_.active_bytes[ALL].increase(block->size);
+  lock.unlock();
+  racecheck().allocated(block->pointer, block->size, stream.id());
   return block->pointer;
 }
 
@@ -143,7 +145,13 @@ void DeviceMemory::free(void* pointer) {
   auto found = allocated_.find(pointer);
   if (found == allocated_.end()) throw std::runtime_error("memory of the software GPU was freed that is not allocated");
   Block* block = found->second;
-  allocated_.erase(found);
+  std::vector<int64_t> used_by;
+  for (Stream* stream : block->used_by) used_by.push_back(stream->id());
+  // Another thread cannot free the same memory meanwhile.
+  lock.unlock();
+  racecheck().freed(block->pointer, block->size, block->stream->id(), used_by);
+  lock.lock();
+  allocated_.erase(pointer);
   statistics_.allocated_bytes[ALL].decrease(block->size);
   std::vector<Mark> uses;
   for (Stream* stream : block->used_by)
@@ -328,6 +336,7 @@ void* PinnedMemory::allocate(size_t size) {
           ? found->first
           : static_cast<char*>(mapped(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
   blocks_[pointer] = {rounded, true};
+  racecheck().forget(pointer, rounded);
   memset(pointer, POISON, size);
   return pointer;
 }
@@ -363,6 +372,15 @@ HostMemory PinnedMemory::kind(const void* pointer, size_t size) const {
   return HostMemory::PAGEABLE;
 }
 
+bool PinnedMemory::is_page_locked(const void* pointer) const {
+  std::lock_guard lock(mutex_);
+  char* address = static_cast<char*>(const_cast<void*>(pointer));
+  auto block = blocks_.upper_bound(address);
+  if (block != blocks_.begin() && address < std::prev(block)->first + std::prev(block)->second.size) return true;
+  auto range = registered_.upper_bound(address);
+  return range != registered_.begin() && address < std::prev(range)->first + std::prev(range)->second;
+}
+
 void PinnedMemory::empty_cache() {
   std::lock_guard lock(mutex_);
   for (auto it = blocks_.begin(); it != blocks_.end();) {
@@ -384,6 +402,7 @@ PinnedMemory::Registered PinnedMemory::register_range(void* pointer, size_t size
     if (begin < address + block.size && address < begin + size) return Registered::OVERLAPS;
   if (registered_bytes_ + size > limit_) return Registered::BEYOND_LIMIT;
   registered_[begin] = size;
+  racecheck().forget(begin, size);
   registered_bytes_ += size;
   return Registered::OK;
 }

@@ -126,6 +126,7 @@ class PinnedMemory {
   // Keep a block of the allocator until a copy has ended. A registered range is not kept: the caller has to.
   void record_use(const void* pointer, const Mark& copied);
   HostMemory kind(const void* pointer, size_t size) const;
+  bool is_page_locked(const void* pointer) const;
   // Return what no tensor and no copy uses to the system.
   void empty_cache();
   enum class Registered { OK, OVERLAPS, BEYOND_LIMIT };

@@ -29,14 +29,23 @@ at::Tensor DeviceView::open() const {
   return at::from_blob(real, sizes, strides, at::TensorOptions(dtype));
 }
 
-void enqueue_kernel(std::string name, std::function<void()> work, double bytes, double flops) {
+Bytes DeviceView::range(bool writes) const {
+  auto begin = reinterpret_cast<uintptr_t>(pointer);
+  if (pointer == nullptr) return {begin, begin, writes};
+  int64_t last = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
+  return {begin, begin + (last + 1) * c10::elementSize(dtype), writes};
+}
+
+void enqueue_kernel(
+    std::string name, std::function<void()> work, std::vector<Bytes> ranges, double bytes, double flops) {
   Settings settings = runtime().settings();
   Cost cost;
   cost.of_model = true;
   cost.latency_s = settings.launch_s;
   cost.amounts[GPU] = flops > 0 ? flops / settings.flops_per_s : bytes / settings.device_bytes_per_s;
   int parts = flops > 0 ? settings.kernels_per_product : 1;
-  current_stream().issue({std::move(work), std::move(name), Engine::COMPUTE, cost, parts});
+  current_stream().issue({std::move(work), std::move(name), Engine::COMPUTE, cost, parts, std::move(ranges)});
 }
 
 namespace {
@@ -117,7 +126,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   DeviceView view(self);
   at::Scalar result;
-  enqueue_kernel("item", [&] { result = at::native::_local_scalar_dense_cpu(view.open()); }, view.bytes());
+  enqueue_kernel("item", [&] { result = at::native::_local_scalar_dense_cpu(view.open()); }, {view.range(false)}, view.bytes());
   // The wait ends when the task has, and only then raises errors, so the task may refer to variables of this function.
   runtime().host_wait(current_stream().last(), "item");
   return result;

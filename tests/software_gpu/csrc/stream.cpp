@@ -25,20 +25,31 @@ bool Mark::reached() const { return stream == nullptr || stream->reached(positio
 Stream::Stream(int64_t id) : id_(id) { std::thread([this] { loop(); }).detach(); }
 
 Mark Stream::push(std::function<void()> run) {
+  racecheck().know_this_thread();
   std::lock_guard lock(mutex_);
+  racecheck().order_stream_after_host(id_);
+  return push_locked(std::move(run));
+}
+
+Mark Stream::push_locked(std::function<void()> run) {
   queue_.push_back({std::move(run), now_s()});
   changed_.notify_all();
-  return {this, ++pushed_};
+  return {this, ++pushed_, nullptr, racecheck().snapshot_of_stream(id_)};
 }
 
 Mark Stream::enqueue(Task task) {
   double enqueued_s = now_s();
-  return push([this, task = std::move(task), enqueued_s] { run_task(task, enqueued_s); });
+  racecheck().know_this_thread();
+  std::string caller;
+  if (racecheck().enabled() && !task.ranges.empty()) caller = python_callers();
+  std::lock_guard lock(mutex_);
+  racecheck().access_on_stream(id_, task.ranges, task.name, caller);
+  return push_locked([this, task = std::move(task), enqueued_s] { run_task(task, enqueued_s); });
 }
 
 Mark Stream::last() const {
   std::lock_guard lock(mutex_);
-  return {const_cast<Stream*>(this), pushed_};
+  return {const_cast<Stream*>(this), pushed_, nullptr, racecheck().snapshot_of_stream(id_)};
 }
 
 Mark Stream::issue(Task task) {
@@ -73,6 +84,7 @@ Mark Stream::record() {
 void Stream::wait_for(const Mark& mark) {
   if (mark.stream == nullptr || mark.stream == this) return;
   double enqueued_s = now_s();
+  racecheck().order_stream_after(id_, mark.happened);
   push([this, mark, enqueued_s] {
     mark.stream->block_until(mark.position);
     double before_s = std::max(until_s_, enqueued_s);
@@ -94,6 +106,7 @@ void Stream::block_until(uint64_t position) {
 }
 
 void Stream::loop() {
+  this_thread_is_a_stream();
   std::mt19937_64 random;
   std::optional<uint64_t> seeded_version;
   for (;;) {
@@ -200,12 +213,13 @@ std::vector<Stream*> Runtime::streams() const {
   return result;
 }
 
-void Runtime::host_wait(const Mark& mark, const std::string& reason) {
+void Runtime::host_wait(const Mark& mark, const std::string& reason, bool promised) {
   check_not_forked();
   if (mark.stream != nullptr) {
     if (auto callback = callback_.load()) callback(reason.c_str());
     WithoutGil without_gil;
     mark.stream->block_until(mark.position);
+    if (promised) racecheck().order_host_after(mark.happened);
   }
   raise_error();
 }
@@ -213,6 +227,7 @@ void Runtime::host_wait(const Mark& mark, const std::string& reason) {
 void Runtime::host_wait_for_all(const std::string& reason) {
   check_not_forked();
   if (auto callback = callback_.load()) callback(reason.c_str());
+  for (Stream* stream : streams()) racecheck().order_host_after(stream->last().happened);
   drain();
   raise_error();
 }

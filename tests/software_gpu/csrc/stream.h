@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "clock.h"
+#include "racecheck.h"
 
 namespace software_gpu {
 
@@ -61,6 +62,8 @@ struct Task {
   // The number of equal parts that the engine executes one after the other. Tasks of other streams may be executed
   // between them.
   int parts = 1;
+  // The memory that the task reads and writes, for the race check.
+  std::vector<Bytes> ranges = {};
 };
 
 class Stream;
@@ -71,6 +74,8 @@ struct Mark {
   uint64_t position = 0;
   // The emulated moment at which an event was reached, which is known once the mark is reached. Other marks have none.
   std::shared_ptr<std::atomic<double>> at_s = nullptr;
+  // What has happened when the mark is reached, for the race check.
+  RaceCheck::Snapshot happened = nullptr;
 
   bool reached() const;
 };
@@ -100,6 +105,7 @@ class Stream {
     double enqueued_s;
   };
   Mark push(std::function<void()> run);
+  Mark push_locked(std::function<void()> run);
   bool is_eager(const Task& task) const;
   void loop();
   void run_task(const Task& task, double enqueued_s);
@@ -123,8 +129,9 @@ class Runtime {
   Stream& new_stream();
   std::vector<Stream*> streams() const;
 
-  // Wait on the host, with the GIL released; `reason` is recorded. Raise the first error of a task so far.
-  void host_wait(const Mark& mark, const std::string& reason);
+  // Wait on the host, with the GIL released; `reason` is recorded. Raise the first error of a task so far. A wait that
+  // CUDA does not promise orders nothing.
+  void host_wait(const Mark& mark, const std::string& reason, bool promised = true);
   void host_wait_for_all(const std::string& reason);
   // Wait without a record of it, as the driver does for its own purposes. Errors are not raised.
   void drain();

@@ -1,7 +1,8 @@
 """Train with each seeded fault on the device, and print the differences from a run on the CPU accelerator.
 
-Arguments: ``faults``, for each fault in its adversary; ``controls``, for one run without a fault in each of these
-adversaries; or ``all controls``, for the cases of all faults without them, each in its adversary and in another one.
+Arguments: ``races``, for the races of each fault; ``no races``, for those of the same cases without faults; ``faults``,
+for each fault in its adversary; ``controls``, for one run without a fault in each of these adversaries; or ``all
+controls``, for the cases of all faults without them, each in its adversary and in another one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
 from tests.software_gpu import device
-from tests.software_gpu.faults.adversaries import ADVERSARIES, LAZY
-from tests.software_gpu.faults.shown import EQUIVALENT, SHOWN_IN
+from tests.software_gpu.faults.adversaries import ADVERSARIES
+from tests.software_gpu.faults.faults import FAULTS
 from tests.software_gpu.plugged import plugged
+from tests.software_gpu.racecheck import take_races
 from tests.software_gpu.ranks import software_process_group
-from tests.zero.parity.case import Case
+from tests.software_gpu.settings import Settings
+from tests.zero.parity.case import NO_THROUGHPUT_TIMER, Case
 from tests.zero.parity.training import Block, Record, differences, run_variant
-from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
-from tests.zero.races.faults import FAULTS, Fault
 
 Script = Callable[[], AbstractContextManager[Any]]
 
@@ -73,24 +74,39 @@ def trained_on_device(key: str, adversary: str, seeded: Callable[[], AbstractCon
         return {"wrong": [], "error": f"{type(cause).__name__}: {cause}"}
 
 
-def adversary_of(fault: Fault) -> str:
-    return SHOWN_IN.get(fault.name, LAZY)
+def races_of(case: Case, script: Script, seeded: Callable[[], AbstractContextManager[object]]) -> dict[str, Any]:
+    """Train on the device, whatever the numbers become, and return the races and the error that was raised."""
+    error: BaseException | None = None
+    with plugged(Settings(racecheck=True)), script(), seeded():
+        try:
+            run_variant(replace(case, extra=NO_THROUGHPUT_TIMER), case.blocks[0])
+        except Exception as raised:  # noqa: BLE001 (reported by the test)
+            error = raised.__cause__ or raised
+            device.call("drain")
+            device.take_error()
+        return {"races": take_races(), "error": "" if error is None else f"{type(error).__name__}: {error}"}
 
 
 def main(selected: str) -> None:
     get_accelerator().is_fp16_supported = lambda: True
     faults = [fault for fault in FAULTS if fault.world_size == dist.get_world_size()]
+    if selected in ("races", "no races"):
+        for fault in faults:
+            found = races_of(fault.case, fault.script, fault.seeded if selected == "races" else nullcontext)
+            answer_on_rank_0({"fault": fault.name, **found})
+        return
     keys = {fault.name: key_of(fault.case, fault.script) for fault in faults}
+    shown = {fault.name: fault.adversary for fault in faults if fault.adversary is not None}
     if selected == "faults":
         for fault in faults:
-            adversary, key = adversary_of(fault), key_of(fault.case, fault.script)
-            found = trained_on_device(key, adversary, EQUIVALENT.get(fault.name, fault.seeded))
-            answer_on_rank_0({"fault": fault.name, "adversary": adversary, **found})
+            if fault.adversary is not None:
+                found = trained_on_device(keys[fault.name], fault.adversary, fault.seeded)
+                answer_on_rank_0({"fault": fault.name, "adversary": fault.adversary, **found})
         return
     if selected == "controls":
-        chosen = set({adversary_of(fault): (keys[fault.name], adversary_of(fault)) for fault in faults}.values())
+        chosen = set({adversary: (keys[name], adversary) for name, adversary in shown.items()}.values())
     else:
-        chosen = {(keys[fault.name], adversary_of(fault)) for fault in faults}
+        chosen = {(keys[name], adversary) for name, adversary in shown.items()}
         chosen |= set(zip(keys.values(), cycle(ADVERSARIES), strict=False))
     for key, adversary in sorted(chosen):
         answer_on_rank_0({"case": key, "adversary": adversary, **trained_on_device(key, adversary, nullcontext)})

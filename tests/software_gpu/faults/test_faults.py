@@ -1,4 +1,4 @@
-"""Check that every seeded fault gives wrong numbers on the device, and that no adversary does without a fault."""
+"""Check that every seeded fault is found by the race check and by wrong numbers, and nothing without a fault."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import pytest
 
 from tests.launch import run_ranks
 from tests.software_gpu.faults.adversaries import ADVERSARIES
-from tests.software_gpu.faults.shown import EQUIVALENT, HIDDEN, SHOWN_IN
+from tests.software_gpu.faults.faults import FAULTS, Fault
 from tests.tiers import thorough
-from tests.zero.races.faults import FAULTS
-
-REFUSED = {"offloaded parameters are passed to the accelerator's kernel"}
-"""The fault that the kernel itself refuses when it checks its arguments, so that there are no wrong numbers."""
 
 
 def answers(world_size: int, *arguments: str) -> list[dict[str, Any]]:
@@ -25,27 +21,41 @@ def answers(world_size: int, *arguments: str) -> list[dict[str, Any]]:
     return first.answers()
 
 
-def test_the_tables_of_faults_name_faults_and_adversaries() -> None:
-    names = {fault.name for fault in FAULTS}
-    assert names >= SHOWN_IN.keys() | EQUIVALENT.keys()
-    assert set(SHOWN_IN.values()) <= ADVERSARIES.keys()
+def faults(world_size: int) -> dict[str, Fault]:
+    return {fault.name: fault for fault in FAULTS if fault.world_size == world_size}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_race_check_reports_every_seeded_fault(world_size: int) -> None:
+    found = {answer["fault"]: answer for answer in answers(world_size, "races")}
+    assert found.keys() == faults(world_size).keys()
+    for name, fault in faults(world_size).items():
+        races, error = found[name]["races"], found[name]["error"]
+        if fault.refused:
+            # The kernel refuses its arguments.
+            assert error.startswith(fault.refused), name
+        else:
+            assert any(map(fault.is_shown_by, races)), f"{name}: {races} {error}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_race_check_reports_nothing_without_a_fault(world_size: int) -> None:
+    found = answers(world_size, "no races")
+    assert len(found) == len(faults(world_size))
+    assert [answer for answer in found if answer["races"] or answer["error"]] == []
 
 
 @pytest.mark.parametrize("world_size", [1, thorough(2)])
 def test_every_seeded_fault_gives_wrong_numbers(world_size: int) -> None:
     found = {answer["fault"]: answer for answer in answers(world_size, "faults")}
-    assert found.keys() == {fault.name for fault in FAULTS if fault.world_size == world_size}
-    errors = {name: answer["error"] for name, answer in found.items() if answer["error"]}
-    assert errors.keys() == REFUSED & found.keys(), errors
-    assert all(error.startswith("AssertionError: ('param', device(type='cpu'))") for error in errors.values()), errors
-    silent = {name for name, answer in found.items() if not answer["wrong"]}
-    assert silent == (REFUSED | HIDDEN) & found.keys()
+    assert found.keys() == {name for name, fault in faults(world_size).items() if fault.adversary is not None}
+    assert [answer for answer in found.values() if answer["error"] or not answer["wrong"]] == []
 
 
 @pytest.mark.parametrize("world_size", [1, thorough(2)])
 def test_the_adversaries_that_show_faults_give_the_bits_of_stock_without_them(world_size: int) -> None:
     results = answers(world_size, "controls")
-    adversaries = {SHOWN_IN.get(fault.name, "lazy") for fault in FAULTS if fault.world_size == world_size}
+    adversaries = {fault.adversary for fault in faults(world_size).values()} - {None}
     assert {result["adversary"] for result in results} == adversaries
     assert [result for result in results if result["wrong"] or result["error"]] == []
 

@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "evicted states are not written back": (Executor, "sync_states_to_host", lambda *_: None),
     "open sums are not copied": (Gradients, "copy_open_sums_to_host", lambda *_: None),
 }
-"""Faults by name: the class, the method, and what replaces it."""
+"""Faults by name: the class, the method, and its replacement."""
 
 
 @dataclass(frozen=True)

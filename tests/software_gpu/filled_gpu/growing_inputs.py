@@ -123,7 +123,7 @@ def train_on_gpu(
     *,
     tries_again: bool = False,
 ) -> tuple[Record, Seen]:
-    """Train on a GPU with ``memory_bytes``, and return the bits and what else was seen. Raise its out-of-memory error.
+    """Train on a GPU with ``memory_bytes``, and return the bits and all that was seen. Raise its out-of-memory error.
 
     ``after_step`` gets the engine and the number of steps that are done. If ``tries_again``, a micro-batch that raises
     the error is trained once more.

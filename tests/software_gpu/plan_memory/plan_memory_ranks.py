@@ -108,7 +108,7 @@ class Training:
     short_after: int | None = None
 
     def setup_with(self, plan: str) -> TrainingSetup:
-        """Return what the prediction is made for."""
+        """Return the job that the prediction is made for."""
         width = BYTES[self.dtype]
         return TrainingSetup(
             widths=Widths(

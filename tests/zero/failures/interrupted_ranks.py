@@ -44,11 +44,9 @@ from tests.alarm import alarm_after
 from tests.kernels.intercepted import before_each_update
 from tests.launch import answer
 from tests.zero.on_accelerator import on_accelerator, process_group_on_accelerator
-from tests.zero.parity.case import CPU, SERIAL, STREAMED, STRIDE_2, Case, eager
+from tests.zero.parity.case import CPU, NO_THROUGHPUT_TIMER, RESIDENT, SERIAL, STREAMED, STRIDE_2, Case, eager
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder
-from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
-from tests.zero.races.faults import RESIDENT
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "cpu": CPU,

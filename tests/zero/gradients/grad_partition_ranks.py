@@ -1,6 +1,6 @@
 """Print the devices of the tensors of ``get_fp32_grad_partitions``, and whether values written into them take effect.
 
-The program runs on the recording accelerator, which distinguishes host memory from its own memory.
+The program runs on the GPU in software, which has its own memory.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from tests.launch import answer
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
 from tests.zero.parity.case import Case, by_sub_group
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
-from tests.zero.process_group import process_group
-from tests.zero.race_detector.instrumentation import recording
 
 MIXED: Block = {**by_sub_group("streamed", "resident", "cpu", "resident", "streamed"), "num_slots": 1}
 CASE = Case(name="gradient partitions", blocks=(MIXED,), clip=0.3)
@@ -33,7 +33,7 @@ def grad_partitions(engine: Any) -> list[torch.Tensor]:
 def train_with_halved_gradients(block: Block) -> tuple[Record, list[str]]:
     """Train three steps, halve all gradients in place, and return the final states and the devices of the gradients."""
     devices = []
-    with recording(), closing_engine(CASE, block) as engine:
+    with plugged(), closing_engine(CASE, block) as engine:
         for step in range(3):
             backward(engine, step)
             for grad in grad_partitions(engine):
@@ -48,7 +48,7 @@ def train_with_halved_gradients(block: Block) -> tuple[Record, list[str]]:
 
 
 if __name__ == "__main__":
-    with process_group():
+    with software_process_group():
         stock, stock_devices = train_with_halved_gradients(None)
         ours, our_devices = train_with_halved_gradients(MIXED)
         answer({"stock": stock_devices, "ours": our_devices, "differences": differences(stock, ours)})

@@ -1,50 +1,69 @@
-"""Print the traffic of gradients between host memory and the accelerator, on the recording accelerator.
+"""Print the traffic of gradients between host memory and the accelerator, on the GPU in software.
 
-The argument is a JSON list of cases: a block and a number of micro-batches per step.
+The argument is a JSON list of cases: a block, a number of micro-batches per step, and whether sums stay on the device.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, astuple
 from typing import Any
-from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from perf_model.schedule.placement import Placement
 from tests.launch import answer
+from tests.software_gpu.faults.faults import sums_on_the_host
+from tests.software_gpu.library import DEVICE_TYPE
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import software_process_group
 from tests.zero.parity.case import Case
 from tests.zero.parity.training import closing_engine, shared_folder, train
-from tests.zero.process_group import process_group
-from tests.zero.race_detector.detector import Recorder
-from tests.zero.race_detector.instrumentation import recording
-from tests.zero.race_detector.storages import Memory, Place
 
 GRADIENT_FILES = ("gradients.py", "staging.py")
 """The plugin's files that move gradients."""
 
 
-def with_log(allocated: Callable[..., Memory], log: list[str]) -> Callable[..., Memory]:
-    """Return ``allocated`` wrapped: it appends to ``log`` each caller that allocates accelerator memory in backward."""
+class AllocationLog(TorchDispatchMode):
+    """A log of the callers that allocate memory of the device where the plugin takes gradients in backward."""
 
-    def logged(tensor: torch.Tensor, place: Place) -> Memory:
-        memory = allocated(tensor, place)
-        # The first name is that of ``logged``.
-        _, *callers = memory.name.split(" < ")
-        if place is Place.ACCELERATOR and any(
-            "gradients.py" in caller and "add_reduced_bucket" in caller for caller in callers
-        ):
-            log.append(callers[0])
-        return memory
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: list[str] = []
 
-    return logged
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE and _storage(tensor) not in known:
+                callers = _callers()
+                if any("gradients.py" in caller and "add_reduced_bucket" in caller for caller in callers):
+                    self.callers.append(callers[0])
+        return result
 
 
-def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    """Train and return the traffic. Without a ``recorder``, as on a real accelerator, allocations are not logged."""
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _callers() -> list[str]:
+    """Return the callers outside of PyTorch and of this file, nearest first."""
+    names = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path != __file__ and "/torch/" not in path:
+            names.append(f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return names
+
+
+def traffic(allocations: AllocationLog | None, block: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    """Train and return the traffic. Without ``allocations``, as on a real GPU, they are not logged."""
     case = Case(
         name="traffic",
         blocks=(block,),
@@ -57,13 +76,10 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
         reserved = [
             (reservation.kind.value, reservation.each_bytes) for reservation in optimizer.accounting_device.reserved
         ]
-        allocated: list[str] = []
-        if recorder is None:
+        with allocations or nullcontext():
             train(engine, case, folder)
-        else:
-            with mock.patch.object(recorder, "allocated", with_log(recorder.allocated, allocated)):
-                train(engine, case, folder)
-            assert len(allocated) > 0, "DeepSpeed allocates memory for the norms, at least"
+        allocated = [] if allocations is None else allocations.callers
+        assert allocated or allocations is None, "DeepSpeed allocates memory for the norms, at least"
         return {
             "reserved": reserved,
             "reserved while training": len(optimizer.accounting_device.reserved) - len(reserved),
@@ -79,7 +95,7 @@ def traffic(recorder: Recorder | None, block: dict[str, Any], accumulation: int)
 
 
 if __name__ == "__main__":
-    with process_group():
-        for block, accumulation in json.loads(sys.argv[1]):
-            with recording() as recorder:
-                answer(traffic(recorder, block, accumulation))
+    with software_process_group():
+        for block, accumulation, sums_stay in json.loads(sys.argv[1]):
+            with plugged(), nullcontext() if sums_stay else sums_on_the_host():
+                answer(traffic(AllocationLog(), block, accumulation))

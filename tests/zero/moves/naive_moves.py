@@ -46,5 +46,5 @@ NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
 }
 """The naive ways by name: the case that must fail, the class, the name of its method, and the method that replaces it.
 
-``tests/zero/races/faults.py`` has those whose results depend on the time.
+``tests/software_gpu/faults/faults.py`` has those whose results depend on the time.
 """

@@ -14,6 +14,7 @@ STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
 STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
 STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
 STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
+RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STRIDE_OF_SUB_GROUPS = {"placement": "stride", "update_stride": 2}
 """A block whose units are whole sub-groups."""
 
@@ -21,6 +22,9 @@ WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
 WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
 SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 """Blocks without these keys overlap the update with forward and backward."""
+
+NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
+"""Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
 
 EVERY_PLACEMENT = (
     CPU,
@@ -32,6 +36,11 @@ EVERY_PLACEMENT = (
     STRIDE_BEYOND,
     STRIDE_OF_SUB_GROUPS,
 )
+
+
+def not_deferred(block: dict[str, Any]) -> dict[str, Any]:
+    """Return ``block`` with updates that end before ``step()`` returns."""
+    return {**block, **WITHOUT_FORWARD_OVERLAP}
 
 
 def eager(block: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +94,7 @@ class Case:
 
     ``states``: the dtypes of the masters and moments, a value of ``plan --states``.
 
-    ``thorough``: only ``make test-all`` trains the case, which combines what other cases have, too.
+    ``thorough``: only ``make test-all`` trains the case, which combines features of other cases.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Are all accesses of the real engine ordered, and are missing waits found?"""
+"""Do random delays of ranks and workers change the bits or the order of collectives?"""

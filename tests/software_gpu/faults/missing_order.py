@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.runtime import executor
@@ -24,7 +25,9 @@ from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
-from tests.zero.race_detector.collectives import Handle
+from tests.software_gpu import device
+from tests.software_gpu.accelerator import SoftwareAccelerator
+from tests.software_gpu.process_group import SoftwareProcessGroup, SoftwareWork
 
 
 def patched(owner: Any, name: str, replacement: Any) -> Callable[[], AbstractContextManager[object]]:
@@ -33,11 +36,6 @@ def patched(owner: Any, name: str, replacement: Any) -> Callable[[], AbstractCon
 
 def do_nothing(*_: object) -> None:
     """Replace a wait."""
-
-
-def wait_without_ordering(self: Handle, *_: object) -> None:
-    """Wait until the numbers are there, but order no stream after the collective."""
-    self._work.wait()
 
 
 def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[object]]:
@@ -133,7 +131,7 @@ forward_does_not_wait = combined(patched(Executor, "publish", do_nothing), patch
 def worker_begins_after_the_step() -> Iterator[None]:
     """Submit the worker's actions at the end of ``step()``.
 
-    DeepSpeed waits there for the whole device, and so for what the worker has published before.
+    DeepSpeed waits there for the whole device, and so for all that the worker has published before.
     """
     nothing_in_begin = property(lambda _: 0, lambda _, __: None)
     with mock.patch.object(Issuer, "first_of_caller", nothing_in_begin, create=True):
@@ -213,3 +211,32 @@ def readers_do_not_wait(name: str) -> Callable[[], AbstractContextManager[object
     attribute = WaitsBeforeRead(do_nothing)
     attribute.__set_name__(GuardedStates, name)
     return patched(GuardedStates, name, attribute)
+
+
+class IndependentStream(device.Stream):
+    """A stream that waits for no other stream."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Replace the wait."""
+
+
+streams_do_not_wait_for_streams = patched(SoftwareAccelerator, "Stream", property(lambda _: IndependentStream))
+
+
+class UnawaitedWork(SoftwareWork):
+    """The handle of a collective that no stream waits for."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+def all_gathers_are_not_awaited() -> AbstractContextManager[object]:
+    run = SoftwareProcessGroup._run
+
+    def run_unawaited(self: SoftwareProcessGroup, method: str, *args: Any) -> dist.Work:
+        work = run(self, method, *args)
+        if method in ("_allgather_base", "all_gather_single"):
+            work.__class__ = UnawaitedWork
+        return work
+
+    return mock.patch.object(SoftwareProcessGroup, "_run", run_unawaited)

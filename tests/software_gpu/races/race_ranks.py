@@ -1,7 +1,7 @@
-"""Train on the recording accelerator, and print the findings of the race detector.
+"""Train on the device under its race check, and print the races and the differences from a run on the CPU accelerator.
 
-Arguments: ``quick``, ``cases``, ``faults``, or random cases, each a seed with the names of simplifications: ``17`` or
-``17,two_steps,bf16``. Rank 0 prints one answer per case or fault, with the results of all ranks.
+Arguments: ``quick``, ``cases``, or random cases, each a seed with the names of simplifications: ``17`` or
+``17,two_steps,bf16``. Rank 0 prints one answer per case, with the results of all ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -19,10 +19,18 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
+from tests.software_gpu import device
+from tests.software_gpu.faults.reads_between_steps import READS, after_each_step, before_each_backward
+from tests.software_gpu.faults.writes_between_steps import WRITES, write_gathered, write_partitions
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.racecheck import take_races
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.settings import Settings
 from tests.zero.moves.move_counts import MoveCounts
 from tests.zero.moves.random_plans import random_moves
 from tests.zero.parity.case import (
     CPU,
+    NO_THROUGHPUT_TIMER,
     SERIAL,
     STREAMED,
     STRIDE_2,
@@ -33,14 +41,6 @@ from tests.zero.parity.case import (
 from tests.zero.parity.cases import CASES, DEPARTURES, OFFLOADED_MIX, QUICK
 from tests.zero.parity.random_case import simplified
 from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
-from tests.zero.process_group import process_group
-from tests.zero.race_detector.detector import UNORDERED, Recorder
-from tests.zero.race_detector.instrumentation import recording
-from tests.zero.race_detector.memory_names import name_memories
-from tests.zero.races.faults import FAULTS, Fault
-from tests.zero.races.missing_order import combined
-from tests.zero.races.reads_between_steps import READS, after_each_step, before_each_backward
-from tests.zero.races.writes_between_steps import WRITES, write_gathered, write_partitions
 
 MAX_STEPS = 14
 
@@ -50,10 +50,6 @@ STEADY_STEPS = 7
 DeepSpeed records the order of its gathers in the first step, and prefetches by it from the second step on. Losses that
 overflow and micro-batches without a gradient, of each position in a window, are in the first seven steps.
 """
-
-NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
-"""Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
-
 
 OVERLAP_CHANGES = (
     SERIAL,
@@ -69,25 +65,23 @@ Seeded = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass
-class Recording:
-    """The results of one recorded training run."""
+class CheckedRun:
+    """The results of one training run under the race check."""
 
-    recorder: Recorder
+    races: list[str]
     trained: Record
     schedule: str
 
 
-def record(case: Case, block: Block, seeded: AbstractContextManager[object] | None = None) -> Recording:
-    """Train the case on the recording accelerator, inside the context ``seeded``."""
+def checked(case: Case, block: Block, context: AbstractContextManager[object] | None = None) -> CheckedRun:
+    """Train the case on the device under its race check, inside ``context``."""
     case = replace(case, extra={**case.extra, **NO_THROUGHPUT_TIMER})
-    with recording() as recorder, seeded or nullcontext(), shared_folder() as folder:
+    with plugged(Settings(racecheck=True)), context or nullcontext(), shared_folder() as folder:
         with closing_engine(case, block) as engine:
-            schedule = ""
-            if block is not None:
-                name_memories(recorder, engine.optimizer)
-                schedule = str(engine.optimizer.plan.schedule)
+            schedule = "" if block is None else str(engine.optimizer.plan.schedule)
             trained = train(engine, case, folder)
-        return Recording(recorder, trained, schedule)
+        device.synchronize()
+        return CheckedRun(take_races(), trained, schedule)
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
@@ -108,38 +102,22 @@ def short_cases(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def run_case(case: Case, blocks: tuple[Block, ...], reference: Block, context: Seeded = nullcontext) -> None:
-    """Record the case with each block, in ``context``, and answer with the findings and with the differing bits.
+    """Train the case with each block, in ``context``, and answer with the races and with the differing bits.
 
-    The expected bits come from a run of the block ``reference`` that is not recorded.
+    The expected bits come from a run of the block ``reference`` on the CPU accelerator.
     """
     with context():
         expected = run_variant(case, reference)
     for block in blocks:
-        run = record(case, block, context())
+        run = checked(case, block, context())
         result = {
             "case": case.name,
             "block": block,
             "schedule": run.schedule,
-            "findings": gather_from_ranks([asdict(finding) for finding in run.recorder.findings]),
+            "races": gather_from_ranks(run.races),
             "differences": gather_from_ranks(differences(expected, run.trained)),
-            "lanes": sorted(run.recorder.accesses_by_lane),
         }
         answer_on_rank_0(result)
-
-
-def measure_profile() -> None:
-    """Create an engine that plans, and is not recorded, so that recorded engines find its profile in the cache.
-
-    The probes of the profile use threads whose order is not recorded.
-    """
-    with closing_engine(replace(QUICK[0], world_size=dist.get_world_size()), {}):
-        pass
-
-
-def run_fault(fault: Fault) -> None:
-    case = fault.case
-    findings = record(case, case.blocks[0], combined(fault.script, fault.seeded)()).recorder.findings
-    answer_on_rank_0({"fault": fault.name, "shown": sum(map(fault.is_shown_by, findings))})
 
 
 def answer_on_rank_0(result: dict[str, Any]) -> None:
@@ -148,7 +126,7 @@ def answer_on_rank_0(result: dict[str, Any]) -> None:
 
 
 def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
-    """Record every kind of access between steps, moves, the first case, and one of ``one_of`` of the others."""
+    """Check every kind of access between steps, moves, the first case, and one of ``one_of`` of the others."""
     first, *others = short_cases(cases)
     others = others[::one_of]
     for read, placement in zip(READS, cycle((CPU, STREAMED, STRIDE_2)), strict=False):
@@ -169,7 +147,8 @@ def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
     )
     run_case(between, (STREAMED,), reference=None, context=before_each_backward(write_partitions))
     moved = MoveCounts()
-    for number, block in enumerate(({**CPU, **WITHOUT_BACKWARD_OVERLAP}, STRIDE_2)):
+    for number, block in enumerate(({**STRIDE_2, **WITHOUT_BACKWARD_OVERLAP}, STRIDE_2)):
+        # With a plan that updates everything on the CPU, no kernel for the GPU would be made.
         moving = replace(first, name=f"units move between steps, {number}", blocks=(), steps=MAX_STEPS)
         run_case(moving, (block,), reference=None, context=partial(random_moves, number, moved, 1.0))
     answer_on_rank_0({"moved": moved.to_json_dict()})
@@ -189,10 +168,9 @@ def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
     run_case(first, (None,), reference=None)
     # Stock's gathers do not wait for the caller's writes. When they do, the plugin's wait is no longer needed.
     with after_each_step(write_gathered)():
-        stock = record(first, None).recorder.findings
-    answer_on_rank_0({"stock after a write": [asdict(finding) for finding in stock if finding.rule == UNORDERED]})
+        answer_on_rank_0({"stock after a write": checked(first, None).races})
     for number, case in enumerate((first, *others)):
-        # Where the plugin departs from stock, the reference is the plugin, not recorded.
+        # Where the plugin departs from stock, the reference is the plugin on the CPU accelerator.
         is_departure = case.name in {departure.name for departure in DEPARTURES}
         block = case.blocks[number % len(case.blocks)]
         block = {**block, **OVERLAP_CHANGES[number % len(OVERLAP_CHANGES)]}
@@ -202,15 +180,10 @@ def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
 def main(arguments: list[str]) -> None:
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True
-    measure_profile()
     if arguments == ["quick"]:
         run_cases(QUICK, one_of=2)
     elif arguments == ["cases"]:
         run_cases((*CASES, *DEPARTURES))
-    elif arguments == ["faults"]:
-        for fault in FAULTS:
-            if fault.world_size == dist.get_world_size():
-                run_fault(fault)
     else:
         for argument in arguments:
             seed, *names = argument.split(",")
@@ -219,5 +192,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with process_group():
+    with software_process_group():
         main(sys.argv[1:])

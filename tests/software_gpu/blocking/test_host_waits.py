@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.software_gpu.blocking.host_wait_ranks import OVERFLOWS_IN, STEPS
 from tests.tiers import thorough
-from tests.zero.races.host_wait_ranks import OVERFLOWS_IN, STEPS
 from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
 NORMS = "per_sub_group < _get_norm_groups"
@@ -39,7 +39,7 @@ OWN_WAITS_OUTSIDE_STEPS = {PARAMETERS_ARE_UPDATED, CPU_HAS_UPDATED, *UPDATE_IS_D
 STEPS_THAT_UPDATE = [step for step in range(STEPS) if step != OVERFLOWS_IN]
 
 
-RANKS = ProgramRanks("tests.zero.races.host_wait_ranks", timeout_s=200)
+RANKS = ProgramRanks("tests.software_gpu.blocking.host_wait_ranks", timeout_s=200)
 WORLD_SIZES = [
     pytest.param(1, marks=on_one_worker(RANKS.program, 1)),
     thorough(2, on_one_worker(RANKS.program, 2)),

@@ -1,0 +1,1 @@
+"""Are all accesses of the real engine ordered, whatever the timing was?"""
