@@ -9,6 +9,7 @@ from perf_model.schedule.host_layout import KEYS_OF_STATES
 
 CPU: dict[str, Any] = {"placement": "cpu"}
 STREAMED = {"placement": "streamed", "unit_size": 300}
+RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
 STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
 STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}

@@ -204,6 +204,20 @@ def first_id(optimizer: Any) -> int:
     return min(param.ds_id for group in optimizer.fp16_groups for param in group)
 
 
+def assert_same_bits(stock: Any, ours: Any) -> None:
+    """Check that two records, or two engines, have states and parameters with the same bits."""
+    assert not differences(recorded(stock), recorded(ours))
+
+
+def recorded(trained: Any) -> Record:
+    """Return the record ``trained``, or that of the states of an engine."""
+    if isinstance(trained, Record):
+        return trained
+    record = Record()
+    collect(trained.optimizer, record)
+    return record
+
+
 def differences(expected: Record, found: Record) -> list[str]:
     """Return one line for each number or tensor that is not equal to the bit."""
     lines = []

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.zero.failures.failing_ranks import failing_update, must_raise_everywhere, must_refuse
+from tests.zero.failures.test_failures import failing_update, must_raise_everywhere, must_refuse
 from tests.zero.parity.case import STRIDE_2, WITHOUT_FORWARD_OVERLAP
 from tests.zero.parity.training import differences, shared_folder
 from tests.zero.process_group import process_group
