@@ -34,7 +34,6 @@ from tests.zero.rank_group import Rank, fork
 
 PHASES = ("forward", "backward", "step", "update", "save")
 
-
 WAYS = {
     "ends": (2,),
     "raises": (1, 2),
@@ -54,14 +53,10 @@ installed a handler that exits. So it has for ``SIGTERM in`` a phase after its f
 a moment at which the worker updates.
 """
 
-
 TIMEOUT_S = 80
 """The time after which a child is aborted, so that its exit code is wrong."""
 
-
 UPDATE_S = 0.05
-
-
 STEPPED = "has made its first step"
 
 
@@ -157,9 +152,7 @@ def has_stepped(child: Child) -> bool:
 ABORTED = "terminate called without an active exception"
 """PyTorch and Gloo sometimes abort with this message in the interpreter's shutdown, also with stock DeepSpeed."""
 
-
 LOGGED = "The optimizer update was not applied as a whole (ValueError: injected failure)"
-
 
 CODES = {
     "ends": [0, 0],
@@ -174,7 +167,6 @@ CODES = {
     **{f"SIGTERM in {phase}": [143, 143] for phase in PHASES},
 }
 """The exit codes of the ranks of all runs, by the way in which they end."""
-
 
 pytestmark = pytest.mark.xdist_group("ending")
 

@@ -41,14 +41,8 @@ from tests.zero.parity.training import (
 )
 
 CASE = Case(name="forking", blocks=(STRIDE_2,))
-
-
 STEPS_PER_EPOCH = 3
-
-
 EPOCHS = 3
-
-
 state_addresses: list[int] = []
 """The addresses of all states of the engine that trains. With stock the list is empty."""
 

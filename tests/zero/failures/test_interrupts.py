@@ -55,14 +55,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
 CLIP = {"eager": 1.12}
 """The norm above which gradients are clipped. With the default of 0.5, every step is, and no speculated one is kept."""
 
-
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-3, "bias_correction": False}}
 """Without bias correction, a resumed run of stock has the bits of one run. With it, beta^t is computed in two ways."""
 
-
 UPDATE_S = 0.002
 """The time that each range of an update takes in addition, so that the host waits."""
-
 
 PACKAGE = str(Path(deep_opt_states.__file__).parent)
 
@@ -269,7 +266,6 @@ WAITS = (
     (StepAgreement, "share"),
 )
 """The calls in which the main thread waits: for a section, an event, the reduction, the norms and other ranks."""
-
 
 COLLECTIVE_WAITS = WAITS[-3:]
 """The waits that all ranks reach in the same order. How often the others wait depends on the speed of each rank."""

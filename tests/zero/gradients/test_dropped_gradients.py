@@ -16,8 +16,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from tests.ranks import ranks
 
 WIDTH = 8
-
-
 CPU, STREAMED = {"placement": "cpu"}, {"placement": "streamed"}
 
 

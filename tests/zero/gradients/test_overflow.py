@@ -31,8 +31,6 @@ from tests.zero.behaviour.behaviour_variant import (
 from tests.zero.behaviour.states import SingleRankGroups
 
 STEPS = 7
-
-
 OVERFLOWS = {1: (1,), 3: (0, 1), 4: (1,)}
 """The ranks whose gradients overflow, by step."""
 

@@ -22,11 +22,8 @@ from tests.tiers import thorough
 from tests.zero.parity.training import Block, Record, collect
 
 WIDTH, TOKENS, USES = 14, 11, 4
-
-
 LARGE, SMALL, ONE_ELEMENT = 100_000, 300, 1
 """Bucket sizes. When a gradient arrives again, the previous one is still in the bucket: always, sometimes, or never."""
-
 
 STEPS = 3
 
@@ -85,10 +82,7 @@ class GradientVariant:
 
 
 MODELS: dict[str, Model] = {"shared layer": SharedLayer, "tied embeddings": TiedEmbeddings}
-
-
 CPU, STREAMED = {"placement": "cpu"}, {"placement": "streamed"}
-
 
 OURS = (
     *(
