@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.fork_server import import_all
 from tests.launch import answer
-from tests.zero.checkpoints.checkpoint_jobs import convert_to_universal
+from tests.zero.checkpoints.test_checkpoints import convert_to_universal
 from tests.zero.parity.case import CPU, STRIDE_2
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.rank_group import Group
