@@ -40,10 +40,9 @@ from tests.kernels.intercepted import before_each_update
 from tests.ranks import on_ranks
 from tests.tiers import thorough
 from tests.zero.on_accelerator import GROUPS, on_accelerator
-from tests.zero.parity.case import CPU, RESIDENT, STREAMED, STRIDE_2, Case, eager
+from tests.zero.parity.case import CPU, NO_THROUGHPUT_TIMER, RESIDENT, STREAMED, STRIDE_2, Case, eager
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, collect, differences, make_engine, shared_folder
-from tests.zero.races.engine_race_ranks import NO_THROUGHPUT_TIMER
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "cpu": CPU,

@@ -35,6 +35,10 @@ EVERY_PLACEMENT = (
 )
 
 
+NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
+"""Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
+
+
 def eager(block: dict[str, Any]) -> dict[str, Any]:
     """Return ``block`` with updates in backward of all units that the CPU updates."""
     return {**block, "eager": True}
