@@ -24,7 +24,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.comms_logging import CommsLogger
 
 from tests.fork_server import freeze_imported, import_all
-from tests.zero.monitoring.monitored_ranks import Wandb
+from tests.zero.monitoring.test_monitoring import Wandb
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.case_runs import Result, write_results
 from tests.zero.parity.other_blocks import EXITS, REFUSED, TRAINED, Json
