@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.zero.step import norms
 from tests.ranks import ranks
-from tests.zero.behaviour.behaviour_ranks import run
 from tests.zero.behaviour.behaviour_variant import (
     FP16,
     BehaviourNet,
@@ -27,6 +26,7 @@ from tests.zero.behaviour.behaviour_variant import (
     final_states,
     inputs,
     loss_of,
+    run,
 )
 from tests.zero.behaviour.states import SingleRankGroups
 
