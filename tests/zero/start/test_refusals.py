@@ -2,11 +2,88 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import traceback
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from io import StringIO
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+from deep_opt_states import waiting
+from deep_opt_states.config import ConfigError
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.start import refusals
+from deep_opt_states.zero.start.unsupported import Unsupported
+from tests.ranks import on_ranks, ranks
+from tests.zero.start.attempts import ATTEMPTS, BASE, NO_OPTIMIZER, config_with, second_group
+
+
+def attempt(changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]) -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False))
+    for param in model.parameters():
+        param.use_muon = True
+    try:
+        with patch:
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=config_with(changes), **arguments
+            )
+        if engine.basic_optimizer is not None:
+            engine.backward(engine(torch.ones(1, 6, dtype=torch.bfloat16)).sum())
+            engine.step()
+    except (Unsupported, ConfigError, RanksDisagree) as error:
+        return {"type": type(error).__name__, "message": str(error), "untouched": is_untouched(model)}
+    except Exception:  # noqa: BLE001 (the test shows the traceback)
+        return {"type": "other", "message": traceback.format_exc()}
+    return {"type": "accepted", "message": type(engine.optimizer).__name__}
+
+
+def is_untouched(model: torch.nn.Module) -> bool:
+    """Return whether DeepSpeed has neither partitioned nor converted ``model``."""
+    return all(not hasattr(param, "ds_id") and param.dtype is torch.float32 for param in model.parameters())
+
+
+def attempt_under_zero_init() -> dict[str, Any]:
+    model = None
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config_with({"zero_optimization.offload_optimizer.ratio": 0.5})):
+            model = torch.nn.Linear(6, 5)
+    except Unsupported as error:
+        return {"type": "Unsupported", "message": str(error), "untouched": model is None}
+    return {"type": "accepted", "message": ""}
+
+
+def attempt_to_call_later_method() -> dict[str, Any]:
+    """Call a method of the engine as if this release of DeepSpeed lacked it."""
+    model = torch.nn.Linear(6, 5)
+    with mock.patch.dict(refusals._LATER_METHODS, coalesce_grad_reduction="0.20.0"):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_with({}))
+    try:
+        with engine.coalesce_grad_reduction():
+            pass
+    except Unsupported as error:
+        return {"type": "Unsupported", "message": str(error), "untouched": is_untouched(model)}
+    return {"type": "accepted", "message": ""}
+
+
+def own_threads() -> int:
+    """Return the number of threads but for those of waits, which end at once but not before their wait does."""
+    return sum(thread.name != waiting.THREAD for thread in threading.enumerate())
+
+
+class WithFrozen(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.layer.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
 
 NUMBERS = "Give Python numbers"
 
@@ -83,6 +160,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
 }
 
 PLUGIN = "DeepOptimizerStates_Stage3"
+
 ACCEPTED = {
     "numbers of other types": PLUGIN,
     "keys of PyTorch's AdamW": PLUGIN,
@@ -102,34 +180,42 @@ REFUSED_WITH_THE_OPTIMIZER = {
 }
 """Attempts that are refused when DeepSpeed makes the optimizer: it has converted the model, but made no states yet."""
 
-REFUSED_WHEN_CALLED = {"method of a later release"}
+Answers = dict[str, dict[str, Any]]
 
 
-RANKS = ProgramRanks("tests.zero.start.refusal_ranks", timeout_s=120)
-pytestmark = on_one_worker(RANKS.program)
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    """Return the outcome of each attempt. All are made in one process."""
+    found: Answers = on_ranks(1, outcomes)[0]
+    return found
 
 
-RULES_WITHOUT_EFFECT = {
-    "rules: matches nothing": "placement[0].match: must match a parameter of the model, found 'lm_heads.*'",
-    "rules: shadowed": "placement[1].match: must match a parameter that no earlier rule matches",
-    "rules: a regular expression": "placement[0].match: must match a parameter of the model, found",
-    "rules: only frozen": "placement[0].match: must match a parameter that is trained",
-}
+def outcomes() -> Answers:
+    get_accelerator().is_fp16_supported = lambda: True
+    with redirect_stdout(StringIO()) as output:
+        found = {name: attempt(*arguments) for name, arguments in ATTEMPTS.items()}
+    # Each engine without an optimizer logs one line.
+    logged = output.getvalue().count("an engine without an optimizer runs as stock DeepSpeed")
+    assert logged == sum(name.startswith("no optimizer") for name in ACCEPTED)
+    return {
+        **found,
+        "under zero.Init": attempt_under_zero_init(),
+        "method of a later release": attempt_to_call_later_method(),
+    }
 
 
-@pytest.fixture
-def answers(trained: TrainingOnce) -> dict[str, dict[str, str]]:
-    (answers,) = trained.answers_by_name(1)
-    others = {*RULES_WITHOUT_EFFECT, "rules: only for the optimized"}
-    assert answers.keys() == EXPECTED.keys() | ACCEPTED.keys() | others
-    return answers
+in_one_worker = pytest.mark.xdist_group("refusals")
 
 
+def test_every_attempt_is_expected() -> None:
+    others = {"under zero.Init", "method of a later release"}
+    assert ATTEMPTS.keys() | others == EXPECTED.keys() | ACCEPTED.keys()
+
+
+@in_one_worker
 @pytest.mark.parametrize("name", EXPECTED)
 @pytest.mark.promise("P6")
-def test_an_unsupported_feature_is_refused_with_rule_value_and_remedy(
-    name: str, answers: dict[str, dict[str, str]]
-) -> None:
+def test_an_unsupported_feature_is_refused_with_rule_value_and_remedy(name: str, answers: Answers) -> None:
     rule, remedy = EXPECTED[name]
     answer = answers[name]
     assert answer["type"] in ("Unsupported", "ConfigError"), answer["message"]
@@ -138,47 +224,79 @@ def test_an_unsupported_feature_is_refused_with_rule_value_and_remedy(
     assert remedy in answer["message"]
 
 
+@in_one_worker
 @pytest.mark.parametrize(
-    "name", [name for name in EXPECTED if name not in REFUSED_WITH_THE_OPTIMIZER | REFUSED_WHEN_CALLED]
+    "name", [name for name in EXPECTED if name not in {*REFUSED_WITH_THE_OPTIMIZER, "method of a later release"}]
 )
-def test_an_unsupported_feature_is_refused_before_the_model_is_partitioned(
-    name: str, answers: dict[str, dict[str, str]]
-) -> None:
+def test_an_unsupported_feature_is_refused_before_the_model_is_partitioned(name: str, answers: Answers) -> None:
     assert answers[name]["untouched"]
 
 
-@pytest.mark.parametrize("name", RULES_WITHOUT_EFFECT)
-def test_a_rule_without_effect_is_refused_before_a_kernel_is_loaded(
-    name: str, answers: dict[str, dict[str, Any]]
-) -> None:
-    assert RULES_WITHOUT_EFFECT[name] in answers[name]["error"]
-    assert not answers[name]["partitioned"]
-
-
-def test_rules_for_all_parameters_of_the_optimizer_accept_a_number_of_slots(answers: dict[str, dict[str, Any]]) -> None:
-    """Check a model with a layer that requires gradients and is not given to the optimizer."""
-    assert answers["rules: only for the optimized"]["type"] == "DeepOptimizerStates_Stage3"
-
-
+@in_one_worker
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_a_supported_config_is_accepted(name: str, answers: dict[str, dict[str, str]]) -> None:
+def test_a_supported_config_is_accepted(name: str, answers: Answers) -> None:
     answer = answers[name]
     assert answer["type"] == "accepted", answer["message"]
     assert answer["message"] == ACCEPTED[name]
 
 
-def test_each_engine_without_an_optimizer_logs_one_line(trained: TrainingOnce) -> None:
-    without = [name for name in ACCEPTED if name.startswith("no optimizer")]
-    assert trained.finished(1)[0].output.count("an engine without an optimizer runs as stock DeepSpeed") == len(without)
+RULES_WITHOUT_EFFECT = {
+    "matches nothing": (
+        [{"match": "lm_heads.*", "states": "resident"}],
+        "placement[0].match: must match a parameter of the model, found 'lm_heads.*'",
+    ),
+    "shadowed": (
+        [{"match": "*", "states": "cpu"}, {"match": "*.weight", "states": "streamed"}],
+        "placement[1].match: must match a parameter that no earlier rule matches",
+    ),
+    "a regular expression": (
+        [{"match": r".*\\.weight$", "states": "cpu"}],
+        "placement[0].match: must match a parameter of the model, found",
+    ),
+    "only frozen": (
+        [{"match": "*.frozen", "states": "cpu"}],
+        "placement[0].match: must match a parameter that is trained",
+    ),
+}
+
+
+@ranks(1)
+def test_a_rule_without_effect_is_refused_before_a_kernel_is_loaded() -> None:
+    for rules, message in RULES_WITHOUT_EFFECT.values():
+        model = WithFrozen()
+        config = {**BASE, "deep_optimizer_states": {"placement": rules}}
+        no_kernel = mock.patch.object(DeepSpeedCPUAdam, "__init__", side_effect=AssertionError("a kernel was loaded"))
+        with no_kernel, pytest.raises(ConfigError) as refused:
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        assert message in str(refused.value)
+        assert not hasattr(model.layer.weight, "ds_id")
+
+
+@ranks(1)
+def test_rules_for_all_parameters_of_the_optimizer_accept_a_number_of_slots() -> None:
+    """Check a model with a layer that requires gradients and is not given to the optimizer."""
+    model = torch.nn.ModuleDict({"trained": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
+    block = {"placement": [{"match": "trained.*", "states": "streamed"}]}
+    config = {**BASE, "deep_optimizer_states": block}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model["trained"].parameters(), config=config)
+    assert type(engine.optimizer).__name__ == PLUGIN
 
 
 @pytest.mark.promise("P6")
-def test_a_refusal_on_one_rank_leaves_no_engine_and_no_thread_on_any(trained: TrainingOnce) -> None:
-    for rank, answers in enumerate(trained.answers(2)):
-        wrong_rule, refused, left, trained_afterwards = answers
-        assert wrong_rule["type"] == ("RanksDisagree", "ConfigError")[rank]
-        assert "placement[0].match: must match a parameter of the model" in wrong_rule["message"]
-        assert refused["type"] == ("RanksDisagree", "Unsupported")[rank]
-        assert "found lr=None in param group 1" in refused["message"]
-        assert left == {"engines left": [], "threads left": 0}
-        assert trained_afterwards == {"type": "accepted", "message": PLUGIN}
+@ranks(2)
+def test_a_refusal_on_one_rank_leaves_no_engine_and_no_thread_on_any() -> None:
+    """Refuse on rank 1 alone, and train with the next engine."""
+    rank = torch.distributed.get_rank()
+    block = {"placement": [{"match": ("*", "lm_heads.*")[rank], "states": "cpu"}]}
+    wrong_rule = attempt({"deep_optimizer_states": block}, {}, nullcontext())
+    assert wrong_rule["type"] == ("RanksDisagree", "ConfigError")[rank]
+    assert "placement[0].match: must match a parameter of the model" in wrong_rule["message"]
+    threads = own_threads()
+    hyperparameters: dict[str, Any] = {"lr": None} if rank == 1 else {}
+    refused = attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext())
+    assert refused["type"] == ("RanksDisagree", "Unsupported")[rank]
+    assert "found lr=None in param group 1" in refused["message"]
+    gc.collect()
+    assert [type(engine) for engine in gc.get_objects() if type(engine) is DeepOptimizerStates_Stage3] == []
+    assert own_threads() == threads
+    assert attempt({}, {}, nullcontext()) == {"type": "accepted", "message": PLUGIN}

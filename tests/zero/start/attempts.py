@@ -1,15 +1,9 @@
-"""Enable the plugin together with each unsupported setting, and report the errors.
-
-With two ranks, one of them has an optimizer that is refused.
-"""
+"""List attempts to train with settings of which most are unsupported: changes of a config, arguments, and patches."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import threading
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -18,19 +12,11 @@ from unittest import mock
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from deep_opt_states import waiting
-from deep_opt_states.config import ConfigError
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.zero import plugin
-from deep_opt_states.zero.internals.agreement import RanksDisagree
-from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
-from deep_opt_states.zero.start import devices, refusals
-from deep_opt_states.zero.start.unsupported import Unsupported
-from tests.launch import answer
-from tests.zero.process_group import process_group
+from deep_opt_states.zero.start import devices
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -237,128 +223,3 @@ ATTEMPTS: dict[str, tuple[dict[str, Any], dict[str, Any], AbstractContextManager
         nullcontext(),
     ),
 }
-
-
-def attempt(
-    changes: dict[str, Any], arguments: dict[str, Any], patch: AbstractContextManager[Any]
-) -> dict[str, str | bool]:
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False))
-    for param in model.parameters():
-        param.use_muon = True
-    try:
-        with patch:
-            engine, *_ = deepspeed.initialize(
-                model=model, model_parameters=model.parameters(), config=config_with(changes), **arguments
-            )
-        if engine.basic_optimizer is not None:
-            engine.backward(engine(torch.ones(1, 6, dtype=torch.bfloat16)).sum())
-            engine.step()
-    except (Unsupported, ConfigError, RanksDisagree) as error:
-        return {"type": type(error).__name__, "message": str(error), "untouched": is_untouched(model)}
-    except Exception:  # noqa: BLE001 (the test shows the traceback)
-        return {"type": "other", "message": traceback.format_exc()}
-    return {"type": "accepted", "message": type(engine.optimizer).__name__}
-
-
-def is_untouched(model: torch.nn.Module) -> bool:
-    """Return whether DeepSpeed has neither partitioned nor converted ``model``."""
-    return all(not hasattr(param, "ds_id") and param.dtype is torch.float32 for param in model.parameters())
-
-
-def attempt_under_zero_init() -> dict[str, str | bool]:
-    model = None
-    try:
-        with deepspeed.zero.Init(config_dict_or_path=config_with({"zero_optimization.offload_optimizer.ratio": 0.5})):
-            model = torch.nn.Linear(6, 5)
-    except Unsupported as error:
-        return {"type": "Unsupported", "message": str(error), "untouched": model is None}
-    return {"type": "accepted", "message": ""}
-
-
-def attempt_to_call_later_method() -> dict[str, str | bool]:
-    """Call a method of the engine as if this release of DeepSpeed lacked it."""
-    model = torch.nn.Linear(6, 5)
-    with mock.patch.dict(refusals._LATER_METHODS, coalesce_grad_reduction="0.20.0"):
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_with({}))
-    try:
-        with engine.coalesce_grad_reduction():
-            pass
-    except Unsupported as error:
-        return {"type": "Unsupported", "message": str(error), "untouched": is_untouched(model)}
-    return {"type": "accepted", "message": ""}
-
-
-def own_threads() -> int:
-    """Return the number of threads but for those of waits, which end at once but not before their wait does."""
-    return sum(thread.name != waiting.THREAD for thread in threading.enumerate())
-
-
-def attempt_on_one_rank() -> None:
-    """Refuse on rank 1 alone, print which engines and threads are left on both ranks, and train the next engine."""
-    pattern = "lm_heads.*" if torch.distributed.get_rank() == 1 else "*"
-    block = {"placement": [{"match": pattern, "states": "cpu"}]}
-    answer(attempt({"deep_optimizer_states": block}, {}, nullcontext()))
-    hyperparameters = {"lr": None} if torch.distributed.get_rank() == 1 else {}
-    threads = own_threads()
-    answer(attempt(NO_OPTIMIZER, {"optimizer": second_group(**hyperparameters)}, nullcontext()))
-    gc.collect()
-    left = [type(engine).__name__ for engine in gc.get_objects() if type(engine) is DeepOptimizerStates_Stage3]
-    answer({"engines left": left, "threads left": own_threads() - threads})
-    answer(attempt({}, {}, nullcontext()))
-
-
-RULES_WITHOUT_EFFECT = {
-    "matches nothing": [{"match": "lm_heads.*", "states": "resident"}],
-    "shadowed": [{"match": "*", "states": "cpu"}, {"match": "*.weight", "states": "streamed"}],
-    "a regular expression": [{"match": r".*\\.weight$", "states": "cpu"}],
-    "only frozen": [{"match": "*.frozen", "states": "cpu"}],
-}
-
-
-class WithFrozen(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-        self.layer.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
-
-
-def attempt_rules_without_effect() -> None:
-    """Print the error for each list of rules, raised before DeepSpeed compiles or loads a kernel."""
-    for name, rules in RULES_WITHOUT_EFFECT.items():
-        model = WithFrozen()
-        config = {**BASE, "deep_optimizer_states": {"placement": rules}}
-        with mock.patch.object(DeepSpeedCPUAdam, "__init__", side_effect=AssertionError("a kernel was loaded")):
-            try:
-                deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-                error = "none"
-            except ConfigError as refused:
-                error = str(refused)
-        answer({"name": f"rules: {name}", "error": error, "partitioned": hasattr(model.layer.weight, "ds_id")})
-
-
-def attempt_rules_for_the_optimized_parameters() -> None:
-    """Print the optimizer of an engine that trains one of two layers, with rules for that layer only."""
-    model = torch.nn.ModuleDict({"trained": torch.nn.Linear(4, 4), "other": torch.nn.Linear(4, 4)})
-    block = {"placement": [{"match": "trained.*", "states": "streamed"}]}
-    config = {**BASE, "deep_optimizer_states": block}
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model["trained"].parameters(), config=config)
-    answer({"name": "rules: only for the optimized", "type": type(engine.optimizer).__name__})
-    engine.destroy()
-
-
-def main() -> None:
-    if torch.distributed.get_world_size() == 2:
-        attempt_on_one_rank()
-        return
-    get_accelerator().is_fp16_supported = lambda: True
-    for name, arguments in ATTEMPTS.items():
-        answer({"name": name, **attempt(*arguments)})
-    attempt_rules_without_effect()
-    attempt_rules_for_the_optimized_parameters()
-    answer({"name": "under zero.Init", **attempt_under_zero_init()})
-    answer({"name": "method of a later release", **attempt_to_call_later_method()})
-
-
-if __name__ == "__main__":
-    with process_group():
-        main()
