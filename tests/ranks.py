@@ -2,7 +2,7 @@
 
 The ranks are forked from the fork server. Each one imports the module of the test, with pytest's assertion messages,
 and calls the body with the parameters of the test, which must be picklable. ``tmp_path`` is the same folder on all
-ranks. A test that compares what several ranks return, or that shares a training with other tests, calls ``on_ranks``.
+ranks. A test that compares the results of several ranks, or that shares a training with other tests, calls ``on_ranks``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def on_ranks(
     group: Group = process_group,
     **environment: str,
 ) -> list[Any]:
-    """Call ``function`` on each rank, and return what it returns there; fail the test if a rank fails.
+    """Call ``function`` on each rank, and return the results; fail the test if a rank fails.
 
     ``function`` is one of a module, or its ``partial``. ``fresh`` ranks are not forked: each one is a new interpreter.
     ``environment`` are variables of the ranks.
@@ -87,7 +87,7 @@ def ended_ranks(
     group: Group = process_group,
     **environment: str,
 ) -> list[Finished]:
-    """Make the call on each rank, also if ranks fail or are killed. What it returns is written to ``folder``."""
+    """Make the call on each rank, also if ranks fail or are killed. The results are written to ``folder``."""
     # A body has the name of its test.
     request = (call.func.__module__, call.func.__qualname__, call.args, call.keywords, group)
     (folder / "call").write_bytes(pickle.dumps(request))
@@ -118,7 +118,7 @@ def explain_assertions() -> None:
 
 
 def main(folder: Path) -> None:
-    """Make the call that ``on_ranks`` has written to ``folder``, and write what it returns."""
+    """Make the call that ``on_ranks`` has written to ``folder``, and write its result."""
     explain_assertions()
     module, name, arguments, keywords, group = pickle.loads((folder / "call").read_bytes())
     function = getattr(importlib.import_module(module), name)

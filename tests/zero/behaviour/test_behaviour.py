@@ -75,7 +75,7 @@ RUNS = (
 
 @cache
 def compared(ranks: Run) -> list[dict[str, dict[str, Any]]]:
-    """Return what each rank has found in each scenario."""
+    """Return the findings of each rank in each scenario."""
     return on_ranks(ranks.world_size, compare, ranks.dtypes, ranks.names, group=GROUPS[ranks.on], timeout_s=900)
 
 

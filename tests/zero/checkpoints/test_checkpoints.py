@@ -362,13 +362,13 @@ def universal_without_optimizer_states(folder: Path) -> None:
 class Job:
     """A function that asserts its result, called on each of ``ranks`` with a folder.
 
-    If ``of`` is given, the folder contains checkpoints that this number of ranks has saved. ``converted`` ones are
-    universal, too. The job runs with these ``states``: "disk", or values of ``plan --states``.
+    If ``saved_on`` is given, the folder contains checkpoints that this number of ranks has saved. ``converted`` ones
+    are universal, too. The job runs with these ``states``: "disk", or values of ``plan --states``.
     """
 
     run: Callable[[Path], None]
     ranks: int
-    of: int = 0
+    saved_on: int = 0
     converted: bool = False
     states: tuple[str, ...] = ("fp32",)
 
@@ -377,17 +377,17 @@ EVERYWHERE = ("fp32", "bf16-masters", "bf16", "disk")
 
 JOBS = {
     # Parity resumes with states on disk.
-    "resume": Job(resume, 2, of=2, states=EVERYWHERE[:3]),
-    "missing moments": Job(missing_moments, 1, of=1),
+    "resume": Job(resume, 2, saved_on=2, states=EVERYWHERE[:3]),
+    "missing moments": Job(missing_moments, 1, saved_on=1),
     "another set of rules": Job(another_set_of_rules, 2),
     # A load with bf16 masters puts the moments in another dtype, with stock, too: the job would find other states.
     "tags": Job(tags, 2, states=("fp32", "bf16")),
     "latest is written last": Job(latest_is_written_last, 2),
     "asynchronous writer": Job(asynchronous_writer, 1),
-    "universal, 1 to 2 ranks": Job(universal, 2, of=1, converted=True, states=EVERYWHERE),
-    "universal, 2 to 1 ranks": Job(universal, 1, of=2, converted=True, states=EVERYWHERE),
-    "universal, 2 to 4 ranks": Job(universal, 4, of=2, converted=True),
-    "universal, without optimizer states": Job(universal_without_optimizer_states, 1, of=2, converted=True),
+    "universal, 1 to 2 ranks": Job(universal, 2, saved_on=1, converted=True, states=EVERYWHERE),
+    "universal, 2 to 1 ranks": Job(universal, 1, saved_on=2, converted=True, states=EVERYWHERE),
+    "universal, 2 to 4 ranks": Job(universal, 4, saved_on=2, converted=True),
+    "universal, without optimizer states": Job(universal_without_optimizer_states, 1, saved_on=2, converted=True),
 }
 
 
@@ -463,7 +463,7 @@ def test_checkpoints_are_saved_and_loaded_as_with_stock(
 ) -> None:
     job = JOBS[name]
     prepared = checkpoints.converted if job.converted else checkpoints.saved
-    run_with(states, job.run, job.ranks, prepared(states, job.of) if job.of else tmp_path)
+    run_with(states, job.run, job.ranks, prepared(states, job.saved_on) if job.saved_on else tmp_path)
 
 
 @pytest.mark.promise("P4")

@@ -337,7 +337,7 @@ def slow(_: RangeUpdate) -> None:
 
 
 def interrupt_at(places: Callable[..., Iterator[dict[str, Any]]], name: str, *arguments: int) -> list[dict[str, Any]]:
-    """Train a block with the interrupts that ``places`` makes, and return what was found at each."""
+    """Train a block with the interrupts that ``places`` makes, and return the findings at each."""
     case = Case(
         name=name,
         blocks=(),

@@ -160,12 +160,12 @@ LOGGED = [step for step in UPDATED if step % LOG_EVERY == 0]
 
 @dataclass(frozen=True)
 class Observed:
-    """The observations of both ranks, by what was observed, and the folder of the monitors."""
+    """The observations of both ranks, by subject, and the folder of the monitors."""
 
     folder: Path
     ranks: list[dict[str, Any]]
 
-    def of(self, key: str) -> list[Any]:
+    def by_rank(self, key: str) -> list[Any]:
         """Return an observation of each rank."""
         return [found[key] for found in self.ranks]
 
@@ -193,7 +193,7 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
     observed: Observed,
 ) -> None:
     folder = observed.folder
-    first, second = observed.of("monitored")
+    first, second = observed.by_rank("monitored")
     by_name: dict[str, dict[int, float]] = {}
     for step, name, value in first["logged"]:
         by_name.setdefault(name, {})[step] = value
@@ -224,7 +224,7 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
 
 
 def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observed: Observed) -> None:
-    first, second = observed.of("output")
+    first, second = observed.by_rank("output")
     lines = re.findall(r"\[deep_opt_states\] step=(\d+), update exposed=.*", first)
     assert list(map(int, lines)) == LOGGED
     (line, *_) = re.findall(r"\[deep_opt_states\] step=.*", first)
@@ -238,7 +238,7 @@ def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observe
 
 def test_the_run_is_recorded_and_rendered_as_a_page(observed: Observed, capsys: pytest.CaptureFixture[str]) -> None:
     folder = observed.folder
-    first, _ = observed.of("monitored")
+    first, _ = observed.by_rank("monitored")
     run = RecordedRun.read(folder / "run")
     assert [step["step"] for step in run.steps] == UPDATED
     logged = [value for _, name, value in first["logged"] if name == "Train/Update/exposed_s"]
@@ -260,7 +260,7 @@ def test_the_run_is_recorded_and_rendered_as_a_page(observed: Observed, capsys: 
 
 
 def test_profilers_show_the_schedule(observed: Observed) -> None:
-    for found in observed.of("profiled"):
+    for found in observed.by_rank("profiled"):
         all_threads, this_thread = found["all threads"], found["this thread"]
         # Each action runs once in each of the two steps.
         assert {name: all_threads.get(name) for name in found["schedule"]} == dict.fromkeys(found["schedule"], 2)
@@ -269,11 +269,11 @@ def test_profilers_show_the_schedule(observed: Observed) -> None:
 
 
 def test_the_step_timer_of_deepspeed_covers_the_whole_update(observed: Observed) -> None:
-    for found in observed.of("timed"):
+    for found in observed.by_rank("timed"):
         # The last update is reported when the engine is destroyed.
         assert len(found["step_s"]) == len(found["exposed_s"]) == 3
         assert found["deferred"] == 0
         for step_s, exposed_s in zip(found["step_s"], found["exposed_s"], strict=True):
             assert step_s >= exposed_s >= found["least_s"] > 0
-    first, _ = observed.of("output")
+    first, _ = observed.by_rank("output")
     assert first.count("times step() with the whole update in it") == 1

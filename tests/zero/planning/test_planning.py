@@ -37,14 +37,14 @@ KINDS = {"cpu": {"CPU_STEP"}, "streamed": {"PREFETCH", "GPU_STEP", "FLUSH_STATES
 
 @dataclass(frozen=True)
 class Engines:
-    """What a rank has found: an answer for each engine, and what it has logged."""
+    """The findings of a rank: an answer for each engine, and its log."""
 
     found: list[dict[str, Any]]
     output: str
 
 
 def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Engines]:
-    """Return what each rank finds, whose profiles are cached in ``cache``."""
+    """Return the findings of each rank. Profiles are cached in ``cache``."""
     return on_ranks(world_size, train_each, blocks, XDG_CACHE_HOME=str(cache))
 
 
