@@ -2,7 +2,7 @@
 
 The ranks are forked from the fork server. Each one imports the module of the test, with pytest's assertion messages,
 and calls the body with the parameters of the test, which must be picklable. ``tmp_path`` is the same folder on all
-ranks. A test that compares the results of several ranks, or that shares a training with other tests, calls ``on_ranks``.
+ranks. A test that compares the results of ranks, or that shares a training with other tests, calls ``on_ranks``.
 """
 
 from __future__ import annotations
