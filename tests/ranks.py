@@ -111,9 +111,9 @@ def explain_assertions() -> None:
     from _pytest.config import get_config
 
     config = get_config()
-    config.option.verbose = 2
+    config.option.verbose = 1
     install_importhook(config)
-    # With it, the messages contain the values in full.
+    # With it, the messages contain more of the values.
     util._config = config
 
 
