@@ -77,6 +77,25 @@ def on_ranks(
         return [pickle.loads(Path(folder, f"value {rank}").read_bytes()) for rank in range(world_size)]
 
 
+def once(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``start`` with its results kept, for tests that share ranks; also a failure is kept, and raised again."""
+    kept: dict[tuple[Any, ...], tuple[Any, BaseException | None]] = {}
+
+    @functools.wraps(start)
+    def started(*arguments: Any) -> Any:
+        if arguments not in kept:
+            try:
+                kept[arguments] = start(*arguments), None
+            except BaseException as failure:  # noqa: BLE001 (every test that shares the ranks raises it)
+                kept[arguments] = None, failure
+        result, failure = kept[arguments]
+        if failure is not None:
+            raise failure
+        return result
+
+    return started
+
+
 def ended_ranks(
     world_size: int,
     call: functools.partial[Any],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import on_ranks, ranks
+from tests.ranks import on_ranks, once, ranks
 
 
 @pytest.mark.parametrize("text", ["given"])
@@ -40,3 +40,20 @@ def test_a_failure_names_the_rank_and_the_values_of_the_assertion() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 ended with 1:[^$]*assert 11 == 10") as caught:
         on_ranks(2, fail_on_rank_1, [10, 11], group=nullcontext)
     assert "rank 0" not in str(caught.value)
+
+
+def test_ranks_that_tests_share_are_started_once_also_if_they_fail() -> None:
+    calls: list[int] = []
+
+    @once
+    def started(world_size: int) -> int:
+        calls.append(world_size)
+        if world_size == 2:
+            pytest.fail("on purpose")
+        return 10 * world_size
+
+    assert [started(1), started(1)] == [10, 10]
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception, match="on purpose"):
+            started(2)
+    assert calls == [1, 2]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
 from deepspeed.accelerator import get_accelerator
 
 from perf_model.schedule.host_layout import KEYS_OF_STATES
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, once
 from tests.zero.behaviour import assigned, backwards, experts, states, steps
 from tests.zero.behaviour.behaviour_variant import BASE, run
 from tests.zero.on_accelerator import GROUPS
@@ -73,7 +72,7 @@ RUNS = (
 )
 
 
-@cache
+@once
 def compared(ranks: Run) -> list[dict[str, dict[str, Any]]]:
     """Return the findings of each rank in each scenario."""
     return on_ranks(ranks.world_size, compare, ranks.dtypes, ranks.names, group=GROUPS[ranks.on], timeout_s=900)

@@ -6,7 +6,6 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import deepspeed
@@ -20,7 +19,7 @@ from perf_model.prediction.memory import Reservation, TrainingSetup, reserved_by
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, once
 from tests.tiers import thorough
 
 WIDTH, LAYERS = 2048, 12
@@ -93,7 +92,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.xdist_group("memory")
 
 
-@cache
+@once
 def trained(name: str) -> dict[str, Any]:
     """Return the memory of a process that trains a block, or stock; it is started once per worker of pytest-xdist."""
     # With these settings, memory of any size returns to the system as soon as it is freed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
-from tests.ranks import on_ranks, ranks
+from tests.ranks import on_ranks, once, ranks
 from tests.zero.moves.accesses import accesses_before_each_step
 from tests.zero.moves.cases import ACCESSED, CASES, MOVED_OFTEN
 from tests.zero.moves.move_counts import KINDS, MoveCounts, assert_many_moves, total
@@ -105,13 +105,13 @@ NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
 }
 """The naive ways by name: the case that must fail, the class, the name of its method, and the method that replaces it.
 
-``tests/zero/races/faults.py`` has those whose results depend on the time.
+``tests/software_gpu/faults/faults.py`` has those whose results depend on the time.
 """
 
 WORLD_SIZES = (1, 2, 3)
 
 
-@cache
+@once
 def trained(world_size: int) -> list[dict[str, Result]]:
     """Return the results of all cases of a world size by name, on each rank; they are trained once per worker."""
     # As in the parity tests, several ranks hash strings differently.

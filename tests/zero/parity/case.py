@@ -9,12 +9,12 @@ from perf_model.schedule.host_layout import KEYS_OF_STATES
 
 CPU: dict[str, Any] = {"placement": "cpu"}
 STREAMED = {"placement": "streamed", "unit_size": 300}
-RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
 STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
 STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
 STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
 STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
+RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STRIDE_OF_SUB_GROUPS = {"placement": "stride", "update_stride": 2}
 """A block whose units are whole sub-groups."""
 
@@ -22,6 +22,9 @@ WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
 WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
 SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 """Blocks without these keys overlap the update with forward and backward."""
+
+NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
+"""Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
 
 EVERY_PLACEMENT = (
     CPU,
@@ -33,10 +36,6 @@ EVERY_PLACEMENT = (
     STRIDE_BEYOND,
     STRIDE_OF_SUB_GROUPS,
 )
-
-
-NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
-"""Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
 
 
 def eager(block: dict[str, Any]) -> dict[str, Any]:

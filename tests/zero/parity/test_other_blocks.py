@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from deepspeed.utils.comms_logging import CommsLogger
 
 from tests.fork_server import freeze_imported
 from tests.launch import REPOSITORY
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, once
 from tests.zero.monitoring.test_monitoring import Wandb
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.case_runs import Result, results_in_turn
@@ -165,7 +165,7 @@ WORLD_SIZES = (1, 2)
 GATHERS = "all_gather_into_tensor"
 
 
-@cache
+@once
 def trained(world_size: int) -> list[dict[str, Result]]:
     """Return the results by name of each rank; one process trains with all blocks."""
     return on_ranks(world_size, train_with_all)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +23,7 @@ from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.eager import MOST_IN_VAIN
 from deep_opt_states.zero.step.gradients import Gradients
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, once
 from tests.zero.parity.case import Case
 from tests.zero.parity.case_runs import (
     Result,
@@ -111,7 +111,7 @@ NAIVE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
 """The rewrites by name: the case that must fail, the class, the name of its method, and the method that replaces it."""
 
 
-@cache
+@once
 def trained(world_size: int, thorough: bool) -> list[dict[str, Result]]:
     """Return the results by name of each rank; one process trains many cases.
 

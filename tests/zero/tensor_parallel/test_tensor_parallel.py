@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,7 @@ from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 
 from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step import norms
-from tests.ranks import ended_ranks, on_ranks, ranks
+from tests.ranks import ended_ranks, on_ranks, once, ranks
 from tests.tiny_llama import tiny_llama
 from tests.zero.behaviour.experts import do_nothing, mixtral
 from tests.zero.failures.test_failures import failing_update, must_raise_everywhere, must_refuse
@@ -45,7 +45,7 @@ CASES_OF = {"quick": QUICK, "all": CASES}
 """The cases at two ranks, and all of them at two and four ranks for the thorough tier."""
 
 
-@cache
+@once
 def trained(world_size: int, selection: str) -> list[dict[str, dict[str, Any]]]:
     """Return the findings of each rank in each case; the ranks are started once per worker of pytest-xdist."""
     return on_ranks(world_size, train_cases, selection, timeout_s=900)
