@@ -114,7 +114,12 @@ def import_all() -> None:
 
     from deep_opt_states.device.kernels.choice import known_arithmetic
 
-    for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer", "deep_opt_states.zero.plugin"):
+    for module in (
+        "torch._dynamo",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deep_opt_states.zero.plugin",
+        "_pytest.assertion",
+    ):
         importlib.import_module(module)
     known_arithmetic()
     build_shm_op()

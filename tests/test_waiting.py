@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from torch.distributed import distributed_c10d
 from torch.utils import cpp_extension
 
 from deep_opt_states import log, waiting
-from tests.launch import run_ranks
+from deep_opt_states.profiler.ranks import launched_ranks
+from deep_opt_states.zero.start.node_share import SharingRanks
+from tests.ranks import on_ranks
 
 BROKEN = 'raises "rm"'
 
@@ -159,8 +163,23 @@ def test_the_first_rank_that_has_come_names_the_others(
 
 @pytest.mark.promise("P6")
 def test_a_missing_rank_is_named_with_the_step_that_waits_for_it(tmp_path: Path) -> None:
-    first, second = run_ranks(2, ["-m", "tests.late_ranks", str(tmp_path / "marker")], timeout_s=120, fresh=True)
-    assert first.returncode == second.returncode == 0, first.output[-4000:] + second.output[-4000:]
-    (warnings,) = first.answers()
+    warnings, _ = on_ranks(2, gather_once_rank_1_is_missed, tmp_path / "marker", group=nullcontext)
     assert warnings[0].startswith("waiting for other ranks: 0 s so far. Missing in gather (node_share.py:")
     assert warnings[0].endswith("): rank 1.")
+
+
+def gather_once_rank_1_is_missed(marker: Path) -> list[str]:
+    """Gather values of two ranks, of which rank 1 comes once rank 0 has logged that it is missing."""
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        marker.touch()
+
+    waiting.FIRST_S = 0.1
+    log.warn_this_rank = tell
+    with launched_ranks(os.environ) as ranks:
+        while ranks.rank == 1 and not marker.exists():
+            time.sleep(0.01)
+        SharingRanks.gather(ranks)
+    return lines

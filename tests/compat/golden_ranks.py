@@ -30,8 +30,8 @@ from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
 from tests.zero.parity import training
 from tests.zero.parity.case import Case
+from tests.zero.parity.case_runs import same_as_stock
 from tests.zero.parity.cases import CASES
-from tests.zero.parity.parity_ranks import same_as_stock
 from tests.zero.parity.training import collect, make_engine
 from tests.zero.process_group import process_group
 

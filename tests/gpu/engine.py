@@ -22,8 +22,8 @@ from tests.gpu.time_left import seconds_left
 from tests.zero.gradients.gradient_traffic_ranks import traffic
 from tests.zero.gradients.test_gradient_traffic import CASES as TRAFFIC_CASES
 from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case, by_sub_group
+from tests.zero.parity.case_runs import result, same_as_stock
 from tests.zero.parity.cases import CASES
-from tests.zero.parity.parity_ranks import result, same_as_stock
 from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.process_group import process_group
 

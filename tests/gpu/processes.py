@@ -25,8 +25,8 @@ from tests.forked_child import is_mapped
 from tests.gpu.one_by_one import answer_each
 from tests.zero.parity import training
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
+from tests.zero.parity.case_runs import same_as_stock
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.parity_ranks import same_as_stock
 from tests.zero.parity.training import Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.process_group import process_group
 

@@ -9,15 +9,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from deep_opt_states.sharing import share_layers
 from deep_opt_states.sharing.layers import Scale
 from tests.launch import answer
 from tests.sharing.stack_model import TOKENS, Checkpointing, Stack, tokens
+from tests.tiny_llama import tiny_llama
 from tests.zero.parity.training import Block, Record, collect, differences
 from tests.zero.process_group import process_group
-from tests.zero.tensor_parallel.layouts import LossOfCausalModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -71,7 +70,7 @@ CASES = (
 def make_model(case: SharingCase, config: dict[str, Any] | None = None) -> torch.nn.Module:
     torch.manual_seed(7)
     if case.hugging_face:
-        shape = LlamaConfig(
+        llama = tiny_llama(
             vocab_size=TOKENS,
             hidden_size=8,
             intermediate_size=12,
@@ -80,7 +79,6 @@ def make_model(case: SharingCase, config: dict[str, Any] | None = None) -> torch
             num_key_value_heads=1,
             use_cache=False,
         )
-        llama = LossOfCausalModel(LlamaForCausalLM(shape))
         share_layers(llama.model, "model.layers", every=case.every, scale=case.scale)
         return llama
     if case.zero_init and config is not None:

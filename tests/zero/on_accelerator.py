@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -28,6 +29,13 @@ def process_group_on_accelerator(arguments: Sequence[str]) -> Iterator[list[str]
         with process_group():
             yield others
         return
+    with software_gpu(options.adversary):
+        yield others
+
+
+@contextmanager
+def software_gpu(adversary: str) -> Iterator[None]:
+    """Run the block on the GPU in software, in a process group of all ranks, and end the process when it succeeded."""
     # Imported here, because most programs do not load the device.
     from deep_opt_states.zero.start import planning
     from tests.model.profiles import profile
@@ -37,8 +45,12 @@ def process_group_on_accelerator(arguments: Sequence[str]) -> Iterator[list[str]
 
     # A quick profile of the device, on a machine under load, can lack a rate that rules by name need.
     given_rates = mock.patch.object(planning, "quick_profile", return_value=profile())
-    with software_process_group(), plugged(ADVERSARIES[options.adversary]), given_rates:
-        yield others
+    with software_process_group(), plugged(ADVERSARIES[adversary]), given_rates:
+        yield
+
+
+GROUPS = {"cpu": process_group, "software_gpu": partial(software_gpu, "lazy")}
+"""The contexts in which ranks train on each accelerator."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,13 +29,13 @@ from tests.zero.parity.cases import CASES, DEPARTURES, QUICK
 from tests.zero.parity.training import Block, Record, differences, run_resumed, run_variant
 
 CHOICE = "choice"
-"""The selection of ``make test``: its parity cases, shortened, on the CPU accelerator and on the device."""
+"""The selection of ``make test``: its parity cases, shortened."""
 
 EVERY_CASE = ("plain", "lazy")
 """The adversaries under which every case trains with stock and with every config block."""
 
-ONE_OF_CHOICE = 5
-"""In the choice, every fifth block of a case is trained, at least one, and stock in every fifth case."""
+ONE_OF_STOCK = 5
+"""In the choice, stock is trained in every fifth case."""
 
 ONE_OF_OTHERS = 4
 """Under the other adversaries, which sleep, every fourth case is trained, with one block."""
@@ -92,10 +92,15 @@ def selected(selection: str, world_size: int) -> Iterator[tuple[Case, list[Parit
     for position, case in enumerate(cases):
         stock: tuple[Block, ...] = () if case in DEPARTURES else (None,)
         if selection == CHOICE:
-            first, second = EVERY_CASE if position % 2 else reversed(EVERY_CASE)
-            arms = [*arms_of(case, case.blocks[position % len(case.blocks) :: ONE_OF_CHOICE], first)]
-            if position % ONE_OF_CHOICE == 1:
-                arms += arms_of(case, stock, second)
+            # One rank trains every second block, plain and lazy in turn; two ranks train every third one.
+            chosen = case.blocks[position % (world_size + 1) :: world_size + 1] or case.blocks[:1]
+            arms = [
+                arm
+                for index, block in enumerate(chosen)
+                for arm in arms_of(case, (block,), EVERY_CASE[(position + index) % 2])
+            ]
+            if position % ONE_OF_STOCK == 1:
+                arms += arms_of(case, stock, EVERY_CASE[position % 2])
             yield shortened(case), arms
         elif selection in EVERY_CASE:
             yield case, [*arms_of(case, (*stock, *case.blocks), selection)]

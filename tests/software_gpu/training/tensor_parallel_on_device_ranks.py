@@ -29,9 +29,8 @@ from tests.software_gpu.settings import ADVERSARIES
 from tests.software_gpu.training.parity_on_device_ranks import CHUNK_BYTES, MACHINE
 from tests.zero.parity.case_runs import results_in_turn
 from tests.zero.parity.training import Record, differences
-from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, TensorParallelCase
+from tests.zero.tensor_parallel.cases import ARMS, BY_NAME, CASES, TensorParallelCase, block_of, run
 from tests.zero.tensor_parallel.layouts import SharedModel, layouts
-from tests.zero.tensor_parallel.tensor_parallel_ranks import block_of, run
 
 CHOICE = "choice"
 """The selection of ``make test``: three cases in bf16 and in fp16."""

@@ -23,7 +23,7 @@ SELECTIONS = {name: selecting(PROGRAM, name, timeout_s=900) for name in WORLD_SI
 def params_of(selection: str, world_size: int) -> list[Any]:
     """Return a test parameter per case; one worker of pytest-xdist trains all cases of a selection and world size."""
     marks = [on_one_worker(f"{PROGRAM} {selection}", world_size)]
-    if selection != CHOICE or world_size > 1:
+    if selection != CHOICE:
         marks.append(pytest.mark.thorough)
     return [
         pytest.param(selection, case, [str(arm) for arm in arms], id=f"{selection}: {case.name}", marks=marks)

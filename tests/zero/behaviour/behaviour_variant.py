@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ Seen = Iterator[tuple[str, Any]]
 """Tensors, numbers and text, each with a name, in the same order for stock and for the plugin."""
 Scenario = Callable[["BehaviourVariant"], Seen]
 
+BLOCK = {"placement": "stride", "update_stride": 2}
 WIDTH = 14
 
 BASE: dict[str, Any] = {
@@ -114,6 +116,27 @@ class BehaviourVariant:
     def close(self) -> None:
         for engine in self._engines:
             engine.destroy()
+
+
+def run(scenario: Scenario) -> dict[str, Any]:
+    """Return how many values the caller of the scenario sees, and those that differ between stock and the plugin."""
+    try:
+        stock, ours = seen(scenario, None), seen(scenario, BLOCK)
+    except Exception:  # noqa: BLE001 (the test shows it)
+        return {"seen": 0, "differences": [traceback.format_exc()]}
+    return {"seen": len(stock), "differences": unequal(stock, ours)[:5]}
+
+
+def seen(scenario: Scenario, block: Block) -> list[tuple[str, object]]:
+    """Return the values that the caller of the scenario sees with this config block."""
+    torch.manual_seed(5)
+    variant = BehaviourVariant(block)
+    try:
+        found = list(scenario(variant))
+        found.append(("in use", variant.is_in_use()))
+    finally:
+        variant.close()
+    return found
 
 
 def inputs(step: int, dtype: torch.dtype = torch.bfloat16, rows: int = 2) -> torch.Tensor:

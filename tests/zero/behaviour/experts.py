@@ -13,8 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.zero.behaviour.behaviour_variant import BehaviourVariant, Seen, counters
 from tests.zero.on_accelerator import on_accelerator
-from tests.zero.parity.training import real_numel
-from tests.zero.placed_parameters import placements_by_name
+from tests.zero.parity.training import placements_by_name, real_numel
 
 VOCABULARY = 61
 

@@ -1,7 +1,7 @@
 """Run random sequences of calls on random models, with stock and the plugin in lockstep, and compare all results.
 
-Arguments: seeds, or ``naive``, and those of ``process_group_on_accelerator``. Every rank prints one answer per seed,
-and one per naive rewrite. The updates are delayed, so that most calls are made while one is pending.
+Arguments: seeds, and those of ``process_group_on_accelerator``. Every rank prints one answer per seed.
+The updates are delayed, so that most calls are made while one is pending.
 """
 
 from __future__ import annotations
@@ -439,17 +439,15 @@ NAIVE = {
 """Removed waits by name: the seed of a sequence on one rank that must notice it, the method, and its replacement."""
 
 
-def naive() -> None:
-    for name, (seed, owner, method, replacement) in NAIVE.items():
-        with mock.patch.object(owner, method, replacement):
-            # The updates are longer here, so that they outlast the calls also on a busy machine.
-            answer({"naive": name, "noticed": trained(seed, update_s=0.03)["differences"]})
+def trained_naively(name: str) -> dict[str, Any]:
+    """Run the sequence that must notice the removed wait."""
+    seed, owner, method, replacement = NAIVE[name]
+    with mock.patch.object(owner, method, replacement):
+        # The updates are longer here, so that they outlast the calls also on a busy machine.
+        return trained(seed, update_s=0.03)
 
 
 if __name__ == "__main__":
-    with process_group_on_accelerator(sys.argv[1:]) as arguments:
-        for argument in arguments:
-            if argument == "naive":
-                naive()
-            else:
-                answer(trained(int(argument)))
+    with process_group_on_accelerator(sys.argv[1:]) as seeds:
+        for seed in seeds:
+            answer(trained(int(seed)))

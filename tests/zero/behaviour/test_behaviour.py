@@ -1,66 +1,93 @@
-"""Check that callers see the same with the plugin as with stock, also in the scenarios of its unit tests."""
+"""Check that callers see the same with the plugin as with stock, in the scenarios of the modules beside this one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
+from deepspeed.accelerator import get_accelerator
 
-from tests.tiers import thorough
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
+from perf_model.schedule.host_layout import KEYS_OF_STATES
+from tests.ranks import on_ranks, once
+from tests.zero.behaviour import assigned, backwards, experts, states, steps
+from tests.zero.behaviour.behaviour_variant import BASE, run
+from tests.zero.on_accelerator import GROUPS
 
-MODULES = ("backwards", "steps", "states", "experts", "assigned")
-SCENARIOS = (
-    "backward_of_the_tensor",
-    "backward_of_the_scaled_loss",
-    "gradients_not_scaled_by_accumulation",
-    "backwards_without_a_step",
-    "boundaries_that_the_caller_sets",
-    "coalesced_reduction",
-    "calls_that_zero_3_refuses",
-    "one_loss_of_several_engines",
-    "recomputed_activations",
-    "activation_checkpointing_of_deepspeed",
-    "leaf_modules",
-    "gradients_that_the_caller_clips",
-    "invalid_norms",
-    "gradients_that_the_caller_replaces",
-    "loss_scales",
-    "learning_rates",
-    "schedulers",
-    "optimizers_that_the_caller_creates",
-    "sub_groups_of_every_size",
+SCENARIOS = {
+    scenario.__name__: scenario
+    for module in (backwards, steps, states, experts, assigned)
+    for scenario in module.SCENARIOS
+}
+OF_STATES = (
     "fragments",
-    "moments_in_the_dtype_of_the_masters",
     "states_that_move",
-    "partitions_that_the_caller_replaces",
-    "one_engine_after_another",
-    "nested_contexts",
-    "generation",
-    "no_optimizer",
-    "reductions",
-    "data_parallel_groups_of_an_mpu",
-    "gradients_that_are_switched",
-    "experts_of_every_rank",
-    "experts_with_rules_by_name",
-    "assigned_states",
+    "moments_in_the_dtype_of_the_masters",
+    "gradients_that_the_caller_clips",
+    "gradients_that_the_caller_replaces",
     "states_assigned_before_a_skipped_step",
-    "saved_states_that_were_assigned",
     "second_engines",
 )
+"""The scenarios that depend on the dtypes of the states."""
 
-
-RANKS = ProgramRanks("tests.zero.behaviour.behaviour_ranks", timeout_s=500, arguments=lambda folder: MODULES)
-WORLD_SIZES = (
-    pytest.param(1, marks=on_one_worker(RANKS.program, 1)),
-    # ``software_gpu/training/test_callers_on_device.py`` has some of the scenarios on two ranks.
-    thorough(2, on_one_worker(RANKS.program, 2)),
+ON_DEVICE = (
+    "nested_contexts",
+    "partitions_that_the_caller_replaces",
+    "learning_rates",
+    "assigned_states",
+    "second_engines",
 )
+"""The scenarios of ``make test`` on the GPU in software. In the first, the next forward must wait for the writes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of ranks, in which the scenarios run one after the other.
+
+    On the GPU in software, nothing is executed before it is waited for, so that a missing wait shows.
+    """
+
+    world_size: int
+    names: tuple[str, ...] = tuple(SCENARIOS)
+    on: str = "cpu"
+    dtypes: str = "fp32"
+    thorough: bool = False
+
+    def parameters(self) -> Iterator[Any]:
+        """Yield a test parameter for each scenario. One worker of pytest-xdist runs them all."""
+        options = f"{self.world_size} ranks, {self.on}, {self.dtypes}, {len(self.names)} scenarios"
+        marks = [pytest.mark.xdist_group(options), *([pytest.mark.thorough] if self.thorough else [])]
+        for name in self.names:
+            yield pytest.param(self, name, id=f"{name}, {options}", marks=marks)
+
+
+RUNS = (
+    Run(1),
+    Run(2, thorough=True),
+    *(Run(1, OF_STATES, dtypes=dtypes) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
+    *(Run(2, OF_STATES, dtypes=dtypes, thorough=True) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
+    Run(2, ON_DEVICE, on="software_gpu"),
+    *(Run(world_size, on="software_gpu", thorough=True) for world_size in (1, 2)),
+)
+
+
+@once
+def compared(ranks: Run) -> list[dict[str, dict[str, Any]]]:
+    """Return the findings of each rank in each scenario."""
+    return on_ranks(ranks.world_size, compare, ranks.dtypes, ranks.names, group=GROUPS[ranks.on], timeout_s=900)
+
+
+def compare(dtypes: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    # DeepSpeed requires instructions that this CPU may not have. PyTorch supports fp16 on every CPU.
+    get_accelerator().is_fp16_supported = lambda: True
+    BASE["bf16"].update(dict.fromkeys(KEYS_OF_STATES[dtypes], True))
+    return {name: run(SCENARIOS[name]) for name in names}
 
 
 @pytest.mark.promise("P1")
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_callers_see_the_same_values_as_with_stock(name: str, world_size: int, trained: TrainingOnce) -> None:
-    for rank, by_name in enumerate(trained.answers_by_name(world_size)):
-        assert by_name.keys() == set(SCENARIOS)
+@pytest.mark.parametrize(("ranks", "name"), [parameter for ranks in RUNS for parameter in ranks.parameters()])
+def test_callers_see_the_same_values_as_with_stock(ranks: Run, name: str) -> None:
+    for rank, by_name in enumerate(compared(ranks)):
         assert by_name[name]["differences"] == [], f"rank {rank}"
         assert by_name[name]["seen"] > 3

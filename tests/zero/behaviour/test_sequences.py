@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch import run_ranks
+from tests.ranks import on_ranks, ranks
+from tests.zero.behaviour.sequence_ranks import NAIVE, trained, trained_naively
+from tests.zero.on_accelerator import GROUPS
 
 
+@pytest.mark.promise("P1")
 @pytest.mark.parametrize(
-    ("world_size", "seeds"), [(1, range(2)), (2, range(2, 4)), pytest.param(2, range(4, 6), marks=pytest.mark.thorough)]
+    ("on", "world_size", "seeds"),
+    [
+        ("cpu", 1, range(2)),
+        ("cpu", 2, range(2, 4)),
+        ("software_gpu", 1, range(1)),
+        pytest.param("cpu", 2, range(4, 6), marks=pytest.mark.thorough),
+        pytest.param("software_gpu", 1, range(1, 9), marks=pytest.mark.thorough),
+        pytest.param("software_gpu", 2, range(2, 8), marks=pytest.mark.thorough),
+    ],
 )
-def test_random_sequences_of_calls_see_the_bits_of_stock(world_size: int, seeds: range) -> None:
-    arguments = [*map(str, seeds), *(["naive"] if world_size == 1 else [])]
-    for finished in run_ranks(world_size, ["-m", "tests.zero.behaviour.sequence_ranks", *arguments], timeout_s=200):
-        assert finished.returncode == 0, finished.output[-4000:]
-        answers = finished.answers()
-        found = [answer for answer in answers if "seed" in answer]
-        assert [answer["seed"] for answer in found] == list(seeds)
-        for answer in found:
-            assert answer["differences"] == [], answer
-        assert sum(answer["pending"] for answer in found) > 5 * len(seeds), "too few calls while an update was pending"
-        for answer in (answer for answer in answers if "naive" in answer):
-            assert answer["noticed"], answer["naive"]
-        assert len(answers) == len(seeds) + (4 if world_size == 1 else 0)
+def test_random_sequences_of_calls_see_the_bits_of_stock(on: str, world_size: int, seeds: range) -> None:
+    on_ranks(world_size, compare_sequences, seeds, group=GROUPS[on], timeout_s=900)
+
+
+def compare_sequences(seeds: range) -> None:
+    pending = 0
+    for seed in seeds:
+        found = trained(seed)
+        assert found["differences"] == [], found
+        pending += found["pending"]
+    assert pending > 5 * len(seeds), "too few calls while an update was pending"
+
+
+@ranks(1)
+def test_sequences_of_calls_notice_each_wait_that_is_removed() -> None:
+    for name in NAIVE:
+        assert trained_naively(name)["differences"], name

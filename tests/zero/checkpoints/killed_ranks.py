@@ -41,9 +41,8 @@ from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FOR
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
 from tests.zero.rank_group import Group
-from tests.zero.tensor_parallel.cases import TensorParallelCase
+from tests.zero.tensor_parallel.cases import TensorParallelCase, closing_engine_of, tokens_of
 from tests.zero.tensor_parallel.layouts import MODEL_RANKS, layouts
-from tests.zero.tensor_parallel.tensor_parallel_ranks import closing_engine_of, tokens_of
 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 BLOCKS = (STRIDE_2, eager(CPU), STREAMED_ONE_SLOT, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP})

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.launch import run_ranks
-from tests.zero.checkpoints.killed_ranks import last_complete
+from tests.ranks import on_ranks
+from tests.zero.checkpoints.killed_ranks import hung_in_init_distributed, last_complete
+from tests.zero.rank_group import Group
+
+HANG_S = 5
+
+
+def fail() -> None:
+    raise RuntimeError("this work fails")
+
 
 KILLS, SEED = 4, 1
 """One kill in a save, in a load, in a move of units and in an update."""
@@ -54,6 +64,12 @@ def test_a_run_resumes_from_the_newest_complete_checkpoint(latest: str, resumed:
 
 def test_a_rank_that_waits_for_another_one_to_start_is_recognised(tmp_path: Path) -> None:
     """Check it with a restart whose second rank ends before the ranks meet: no code of the plugin has run."""
-    (finished,) = run_ranks(1, ["-m", "tests.zero.checkpoints.hung_ranks", str(tmp_path)], timeout_s=200)
-    assert finished.returncode == 0, finished.output[-4000:]
-    assert finished.answers() == [{"missing rank": True, "failing rank": False}]
+    assert on_ranks(1, which_seem_to_hang, tmp_path, group=nullcontext) == [(True, False)]
+
+
+def which_seem_to_hang(folder: Path) -> tuple[bool, bool]:
+    """Return whether ranks that miss one, and ranks that fail, are recognised as hung in ``init_distributed``."""
+    hanging = Group(fail, 2, folder / "missing rank")
+    hanging.kill_one(1)
+    failing = Group(fail, 2, folder / "failing rank")
+    return hung_in_init_distributed(hanging.problem(HANG_S)), hung_in_init_distributed(failing.problem(timeout_s=100))

@@ -1,32 +1,311 @@
-"""Check that a failure is raised on every rank, that no rank hangs, and that no thread stays bound."""
+"""Let rank 1 fail: every rank stops, none hangs, all recover from a checkpoint, and no thread stays bound.
+
+A failure in ``step()`` is raised there. A failure of an update that is in flight during the next forward stops all
+ranks at the first call that uses or saves the inconsistent states.
+"""
 
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import safe_get_full_fp32_param
 
-from tests.launch import run_ranks
+from deep_opt_states.config import Config
+from deep_opt_states.device.kernels.adam import RangeUpdate
+from deep_opt_states.host.cores import CoreShare
+from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.runtime.state_memory import StateMemory
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start import assembly
+from deep_opt_states.zero.start.devices import AcceleratorChoice
+from deep_opt_states.zero.start.node_share import share_cores
+from perf_model.schedule.placement import Placement
+from tests.kernels.intercepted import before_each_update
+from tests.ranks import ranks
+from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
+from tests.zero.parity.parity_model import batch
+from tests.zero.parity.training import Block, assert_same_bits, make_engine, shared_folder, train
+from tests.zero.races.delayed_ranks import logged_collectives
+from tests.zero.speculations import wait_for_speculations
+
+CASE = Case(
+    name="failing",
+    blocks=(STRIDE_2, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}),
+    world_size=2,
+    steps=2,
+    clip=0.5,
+    schedule=False,
+    zero={"stage3_gather_16bit_weights_on_model_save": True},
+)
+
+
+class InjectedFailure(Exception):
+    pass
+
+
+def forward(engine: Any) -> Any:
+    x, target = batch(CASE, dist.get_rank(), 7, torch.bfloat16)
+    return engine(x, target, None, 1.0)
+
+
+def finish_step(engine: Any, loss: torch.Tensor) -> None:
+    engine.backward(loss)
+    engine.step()
+
+
+def step(engine: Any) -> None:
+    finish_step(engine, forward(engine))
+
+
+def evaluate(engine: Any) -> None:
+    with torch.no_grad():
+        forward(engine)
+
+
+def gather(engine: Any) -> None:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        pass
+
+
+@contextmanager
+def failing_update(engine: Any, lane: str) -> Iterator[None]:
+    """Let rank 1 fail in the updates inside the block, at the first range of the second unit of ``lane``.
+
+    An update that was in flight before succeeds: it is waited for.
+    """
+    engine.optimizer._update.wait()
+    placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
+    placements = engine.optimizer.plan.placements
+    victim = [index for index, candidate in enumerate(placements) if candidate is placement][1]
+    part = engine.optimizer._running.memory.units[victim].parts[0]
+
+    def fail_on_rank_1(update: RangeUpdate) -> None:
+        if dist.get_rank() == 1 and (update.sub_group, update.element_range) == (part.sub_group, part.elements):
+            raise InjectedFailure("by this test")
+
+    with before_each_update(fail_on_rank_1):
+        yield
+
+
+@contextmanager
+def failing_method(owner: Any, name: str) -> Iterator[None]:
+    """Let rank 1 fail inside this context in the method ``name`` of ``owner``."""
+    original = getattr(owner, name)
+
+    def fail_on_rank_1(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise InjectedFailure("by this test")
+        return original(*args)
+
+    with mock.patch.object(owner, name, fail_on_rank_1):
+        yield
+
+
+def must_refuse(call: Callable[..., Any], *args: Any) -> None:
+    """Check that a call after the failure raises, and names the remedy."""
+    with pytest.raises(UpdateFailed, match="last checkpoint"):
+        call(*args)
+
+
+def must_raise_everywhere(call: Callable[[], Any]) -> None:
+    """Check that the call raises on every rank, and names the remedy, the failure, and the rank or line that failed."""
+    try:
+        call()
+    except UpdateFailed:
+        text = traceback.format_exc()
+    else:
+        raise AssertionError("nothing failed")
+    assert "last checkpoint" in text, text
+    if dist.get_rank() == 1:
+        assert "InjectedFailure: by this test" in text, text
+        assert "in fail_on_rank_1" in text, text
+    else:
+        assert "rank 1 cannot continue" in text, text
+
+
+def must_recover(engine: Any, folder: Path) -> None:
+    """Check that no inconsistent state is used or saved, and that the checkpoint restores the bits of stock."""
+    must_refuse(step, engine)
+    must_refuse(engine.save_checkpoint, str(folder / "inconsistent"))
+    must_refuse(engine.save_16bit_model, str(folder / "inconsistent16"))
+    assert not list(folder.glob("inconsistent*/**/latest"))
+    assert not list(folder.glob("inconsistent16/*.bin"))
+    engine.load_checkpoint(str(folder))
+    step(engine)
+    resumed = make_engine(CASE, None)
+    resumed.load_checkpoint(str(folder))
+    step(resumed)
+    assert_same_bits(resumed, engine)
+    resumed.destroy()
+
+
+@contextmanager
+def trained(block: Block) -> Iterator[tuple[Any, Path]]:
+    """Yield an engine that has saved a checkpoint and made one more step, and the folder of the checkpoint."""
+    with shared_folder() as folder:
+        engine = make_engine(CASE, block)
+        train(engine, CASE, folder)
+        engine.save_checkpoint(str(folder))
+        step(engine)
+        yield engine, folder
+        engine.destroy()
+
+
+def backward_with_failure(engine: Any) -> None:
+    loss = forward(engine)
+    with failing_update(engine, "cpu"):
+        engine.backward(loss)
+        failures = [type(error) for error in wait_for_speculations(engine) if error is not None]
+    assert failures == [InjectedFailure] * dist.get_rank(), failures
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+class DestroyFailure(Exception):
+    pass
+
+
+def affinities() -> set[frozenset[int]]:
+    """Return the different CPU affinities of the threads of this process."""
+    return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+
+
+def share_bound_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
+    """Bind threads as on CUDA: the update to the last of this rank's CPUs, all other threads to the first."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return replace(share_cores(config, accelerator), threads=1, cores=(cpus[-1],), launch_cores=(cpus[0],))
+
+
+def run_out_of_memory_on_rank_1(memory: StateMemory) -> None:
+    if dist.get_rank() == 1:
+        raise OutOfMemory("for the states")
+
+
+LANES = pytest.mark.parametrize("lane", ["cpu", "compute"])
 
 
 @pytest.mark.promise("P6")
-def test_a_failed_update_on_any_lane_stops_every_rank_and_a_checkpoint_recovers() -> None:
-    for finished in run_ranks(2, ["-m", "tests.zero.failures.failing_ranks", "cpu", "compute"], timeout_s=120):
-        assert finished.returncode == 0, finished.output[-4000:]
-        for lane in ("cpu", "compute"):
-            assert f"recovered on {lane}" in finished.output
+@LANES
+@ranks(2)
+def test_a_failed_update_in_step_raises_on_every_rank(lane: str) -> None:
+    with trained({**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}) as (engine, folder):
+        with failing_update(engine, lane):
+            must_raise_everywhere(lambda: step(engine))
+        must_recover(engine, folder)
 
 
 @pytest.mark.promise("P6")
-@pytest.mark.parametrize("place", ["between", "speculation"])
-def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers(place: str) -> None:
-    for finished in run_ranks(2, ["-m", "tests.zero.failures.failing_ranks", place], timeout_s=120):
-        assert finished.returncode == 0, finished.output[-4000:]
-        assert f"recovered on {place}" in finished.output
+@LANES
+@ranks(2)
+def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_states(lane: str) -> None:
+    stops: dict[str, Callable[[Any, Path], Any]] = {
+        "step": lambda engine, _: step(engine),
+        "save_checkpoint": lambda engine, folder: engine.save_checkpoint(str(folder / "inconsistent")),
+        "save_16bit_model": lambda engine, folder: engine.save_16bit_model(str(folder / "inconsistent16")),
+        "eval": lambda engine, _: evaluate(engine),
+        "gather": lambda engine, _: gather(engine),
+        "safe_get_full": lambda engine, _: safe_get_full_fp32_param(next(engine.module.parameters())),
+    }
+    with trained(STRIDE_2) as (engine, folder):
+        # Until all ranks stop, the collectives of rank 1 must be those of a forward without a failure.
+        complete: list[str] = []
+        engine.optimizer._update.wait()
+        with logged_collectives(complete):
+            step(engine)
+            loss = forward(engine)
+        finish_step(engine, loss)
+        failing: list[str] = []
+        with failing_update(engine, lane), logged_collectives(failing):
+            step(engine)
+            loss = forward(engine)
+        assert failing == complete
+        assert len(complete) > 10
+        must_raise_everywhere(lambda: finish_step(engine, loss))
+        must_recover(engine, folder)
+        for name, stop in stops.items():
+            with failing_update(engine, lane):
+                step(engine)
+                must_raise_everywhere(lambda stop=stop: stop(engine, folder))
+            assert engine.optimizer._update.failed, name
+            engine.load_checkpoint(str(folder))
+        assert not engine.optimizer._running.executor.failed_within(0), "remembered after a checkpoint was loaded"
+        step(engine)
+        with failing_update(engine, lane), mock.patch("deep_opt_states.log.error") as log_error:
+            step(engine)
+            engine.destroy()
+        assert log_error.called == (dist.get_rank() == 1), "the last update's failure must be logged on rank 1 only"
+
+
+@pytest.mark.promise("P6")
+@ranks(2)
+def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers() -> None:
+    """Check that the ranks agree before the next collective of any of them."""
+    with trained({**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}) as (engine, folder):
+        executor = engine.optimizer._running.executor
+        with failing_method(executor._issuer, "prefetch"):
+            must_raise_everywhere(lambda: step(engine))
+        must_recover(engine, folder)
+        # The memory for gradients that the user has set may not suffice on one rank.
+        with failing_method(engine.optimizer._gradients, "grads_for_update"):
+            must_raise_everywhere(lambda: step(engine))
+        must_recover(engine, folder)
+        param = next(engine.module.parameters())
+        with failing_method(executor._residents, "write_back"):
+            must_raise_everywhere(lambda: safe_get_full_fp32_param(param))
+        must_recover(engine, folder)
+
+
+@pytest.mark.promise("P6")
+@ranks(2)
+def test_a_failed_speculation_in_backward_counts_only_if_its_step_is_kept() -> None:
+    with trained(eager(CPU)) as (engine, folder), trained(None) as (stock, _):
+        # The norm of every step is larger than ``CASE.clip``: the speculated step is void.
+        backward_with_failure(engine)
+        engine.step()
+        step(engine)
+        for _ in range(2):
+            step(stock)
+        assert_same_bits(stock, engine)
+        engine.optimizer.clip_grad = 0.0
+        backward_with_failure(engine)
+        engine.step()
+        must_raise_everywhere(lambda: evaluate(engine))
+        engine.optimizer.clip_grad = CASE.clip
+        must_recover(engine, folder)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs to move threads between")
+@ranks(2)
 def test_an_engine_that_fails_to_initialize_leaves_no_thread_bound() -> None:
-    for finished in run_ranks(2, ["-m", "tests.zero.failures.unmade_engine_ranks"], timeout_s=120):
-        assert finished.returncode == 0, finished.output[-4000:]
-        assert "all threads are free" in finished.output
+    """Let rank 1 fail after threads were bound and memory was allocated, then ``destroy`` on both ranks."""
+    free = affinities()
+    with mock.patch.object(assembly, "share_cores", share_bound_cores):
+        failure = RanksDisagree if dist.get_rank() == 0 else OutOfMemory
+        no_memory = mock.patch.object(StateMemory, "lock", run_out_of_memory_on_rank_1)
+        with no_memory, pytest.raises(failure, match="for the states"):
+            make_engine(CASE, STRIDE_2)
+        assert affinities() == free
+        engine = make_engine(CASE, STRIDE_2)
+    assert affinities() != free
+    optimizer = engine.optimizer
+    with (
+        mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "destroy", side_effect=DestroyFailure),
+        pytest.raises(DestroyFailure),
+    ):
+        optimizer.destroy()
+    assert affinities() == free
+    assert not optimizer.optimizer.state

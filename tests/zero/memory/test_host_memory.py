@@ -15,7 +15,6 @@ from deep_opt_states.device.slab import HostMemoryError, HostSlab
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.start.node_share import FreeHostMemory, SharingRanks, check_free_memory, check_locking
-from tests.launch import run_ranks
 from tests.profiler.threads import on_ranks
 
 GB = 10**9
@@ -78,19 +77,6 @@ def test_each_rank_counts_the_ranks_of_its_own_node_and_container(monkeypatch: p
         SharingRanks(on_node=3, in_container=1),
         SharingRanks(on_node=2, in_container=2),
     ]
-
-
-def test_an_engine_checks_the_free_memory_and_locks_its_states() -> None:
-    for finished in run_ranks(2, ["-m", "tests.zero.memory.host_memory_ranks"], timeout_s=120):
-        assert finished.returncode == 0, finished.output[-4000:]
-        for message in (
-            "a rank without enough memory stopped all ranks",
-            "the ranks of a node share its free memory",
-            "a rank that cannot lock memory stopped all ranks",
-            "a driver that ignores the memlock limit stopped no rank",
-            "all pages of the states were in memory when they were locked",
-        ):
-            assert message in finished.output
 
 
 class Driver(HostDevice):

@@ -2,22 +2,77 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import threading
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
+import deepspeed
+import psutil
 import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad
 
 from deep_opt_states.config import Config, parse_config
 from perf_model.prediction.memory import Reservation, TrainingSetup, reserved_by_stock, reserved_by_the_runtime
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
-from tests.launch import run_ranks
+from tests.ranks import on_ranks, once
 from tests.tiers import thorough
-from tests.zero.memory.process_memory_ranks import LAYERS_PER_SUB_GROUP
+
+WIDTH, LAYERS = 2048, 12
+LAYERS_PER_SUB_GROUP = 2
+
+
+def wide_model(width: int, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return a model, and stock's config, in which ``LAYERS_PER_SUB_GROUP`` weights fill a sub-group of whole pages.
+
+    Nothing is gathered ahead or kept, so that the memory is that of states, gradients and one layer.
+    """
+    # Biases would begin sub-groups in the middle of a page.
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    sub_group_size = LAYERS_PER_SUB_GROUP * width * width
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": sub_group_size,
+            "stage3_max_live_parameters": 0,
+            "stage3_prefetch_bucket_size": 0,
+            # On the CPU accelerator the bucket is host memory, too. It is allocated after the peak.
+            "reduce_bucket_size": sub_group_size,
+        },
+    }
+    return model, config
+
+
+def rss_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+class PeakMemory:
+    """The peak of the resident memory of the process, sampled every millisecond."""
+
+    def __enter__(self) -> PeakMemory:
+        self.before_bytes = self.bytes = rss_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(1e-3):
+            self.bytes = max(self.bytes, rss_bytes())
+
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "all on the CPU": {"placement": "cpu"},
@@ -33,24 +88,47 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def trained(block: str) -> dict[str, Any]:
-    """Return the answer of the process that trains the block; it is started once per worker of pytest-xdist."""
-    # With these settings, memory of any size returns to the system as soon as it is freed.
-    malloc_options = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-    (finished,) = run_ranks(1, ["-m", "tests.zero.memory.process_memory_ranks", block], timeout_s=200, **malloc_options)
-    assert finished.returncode == 0, finished.output[-4000:]
-    answer: dict[str, Any] = finished.answers()[0]
-    return answer
-
-
 # One worker of pytest-xdist runs all these tests, so that the fixture is made once.
 pytestmark = pytest.mark.xdist_group("memory")
 
 
-@pytest.fixture(scope="module")
-def stock() -> dict[str, Any]:
-    return trained("stock")
+@once
+def trained(name: str) -> dict[str, Any]:
+    """Return the memory of a process that trains a block, or stock; it is started once per worker of pytest-xdist."""
+    # With these settings, memory of any size returns to the system as soon as it is freed.
+    malloc_options = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+    found: dict[str, Any] = on_ranks(1, memory_of_training, BLOCKS.get(name), **malloc_options)[0]
+    return found
+
+
+def memory_of_training(block: dict[str, Any] | None) -> dict[str, Any]:
+    """Train a wide model for some steps that read every gradient, and return the memory of the process."""
+    model, config = wide_model(WIDTH, LAYERS)
+    if block is not None:
+        config["deep_optimizer_states"] = block
+    with PeakMemory() as peak:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(3):
+        loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+        engine.backward(loss)
+        for param in model.parameters():
+            safe_get_full_grad(param)
+        engine.step()
+    gc.collect()
+    optimizer = engine.optimizer
+    found = {
+        "before_rss_bytes": peak.before_bytes,
+        "peak_rss_bytes": peak.bytes,
+        "rss_bytes": rss_bytes(),
+        "numels": [master.numel() for master in optimizer.fp32_partitioned_groups_flat],
+    }
+    if block is not None:
+        found["reserved"] = [(item.kind.value, item.each_bytes) for item in optimizer.accounting_device.reserved]
+        engine.destroy()
+        del optimizer
+        gc.collect()
+        found["destroyed_rss_bytes"] = rss_bytes()
+    return found
 
 
 def planned(block: dict[str, Any], numels: list[int]) -> UpdatePlan:
@@ -73,12 +151,12 @@ def total_bytes(reservations: Iterable[Reservation]) -> int:
 
 
 @pytest.mark.parametrize("name", ["all on the CPU", thorough("all streamed, 3 slots"), thorough("all three")])
-def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, stock: dict[str, Any]) -> None:
-    ours = trained(json.dumps(BLOCKS[name]))
+def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str) -> None:
+    stock, ours = trained("stock"), trained(name)
     plan = planned(BLOCKS[name], ours["numels"])
     assert len(plan.placements) == 6
     predicted = reserved_by_the_runtime(plan, TrainingSetup(widths=Widths(param=2, grad=2, publishes=False)))
-    reserved = Counter((kind, each_bytes) for kind, each_bytes in map(tuple, ours["reserved"]))
+    reserved = Counter((kind, each_bytes) for kind, each_bytes in ours["reserved"])
     expected: Counter[tuple[str, int]] = Counter()
     for item in predicted:
         expected[item.kind.value, item.each_bytes] += item.count
@@ -95,9 +173,9 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process(name: str, sto
     assert ours["peak_rss_bytes"] - ours["before_rss_bytes"] <= 1.05 * (ours["rss_bytes"] - ours["before_rss_bytes"])
 
 
-def test_all_on_the_cpu_takes_14_bytes_per_parameter_and_stock_18(stock: dict[str, Any]) -> None:
+def test_all_on_the_cpu_takes_14_bytes_per_parameter_and_stock_18() -> None:
     """Check the CPU accelerator. A GPU needs 16, since rounded parameters wait in host memory to be published."""
-    ours = trained(json.dumps(BLOCKS["all on the CPU"]))
+    stock, ours = trained("stock"), trained("all on the CPU")
     numel = sum(ours["numels"])
     assert sum(each_bytes for _, each_bytes in ours["reserved"]) == 14 * numel
     assert stock["rss_bytes"] - ours["rss_bytes"] == pytest.approx(4 * numel, abs=12e6)

@@ -524,4 +524,25 @@ They are compared with stock on gradients of zero in these places.
 """
 
 QUICK = tuple(case for case in (*CASES, *DEPARTURES) if not case.thorough)
-"""The cases of ``make test``, which have every feature on its own."""
+"""The cases of ``make test``, which have every feature on its own. They train on the GPU in software."""
+
+ON_CPU = tuple(
+    case
+    for case in QUICK
+    if case.shares_host_memory
+    or case in DEPARTURES
+    or case.name
+    in {
+        "every placement",
+        "bf16 states, offloaded parameters, resume",
+        "fp16, overflow, clipping",
+        "some steps clipped",
+        "2 ranks, some steps clipped, fp16, resume",
+        "beta powers over 60 steps",
+        "groups with betas a, b, a",
+        "states on disk",
+        "2 ranks, clipping, accumulation 3, two groups",
+    }
+)
+"""The cases that ``make test`` trains on the CPU accelerator, too: memory that host and accelerator share, departures
+from stock, and a case of each kind of state. ``make test-all`` trains the others there."""

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.zero.internals.compat import partitions_by_name
+from perf_model.schedule.placement import Placement
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import ParityNet, batch, param_groups
 from tests.zero.speculations import Speculations, counted_speculations
@@ -204,6 +206,20 @@ def first_id(optimizer: Any) -> int:
     return min(param.ds_id for group in optimizer.fp16_groups for param in group)
 
 
+def assert_same_bits(stock: Any, ours: Any) -> None:
+    """Check that two records, or two engines, have states and parameters with the same bits."""
+    assert not differences(recorded(stock), recorded(ours))
+
+
+def recorded(trained: Any) -> Record:
+    """Return the record ``trained``, or that of the states of an engine."""
+    if isinstance(trained, Record):
+        return trained
+    record = Record()
+    collect(trained.optimizer, record)
+    return record
+
+
 def differences(expected: Record, found: Record) -> list[str]:
     """Return one line for each number or tensor that is not equal to the bit."""
     lines = []
@@ -228,3 +244,21 @@ def differences(expected: Record, found: Record) -> list[str]:
 def bits(numbers: list[float]) -> list[int]:
     """Return the bits of each number, so that equal NaNs compare equal and 0.0 differs from -0.0."""
     return torch.tensor(numbers, dtype=torch.float64).view(torch.int64).tolist()
+
+
+def placements_by_name(optimizer: Any) -> dict[str, Placement]:
+    """Return the placement of each parameter of this rank by its name: of the unit with its middle element.
+
+    Units begin at multiples of several elements, so the ends of a parameter may be in other units.
+    """
+    plan = optimizer._running.plan
+    found = {}
+    for sub_group, partitions in enumerate(partitions_by_name(optimizer)):
+        runs = [(run, unit.index) for unit in plan.workload.units for run in unit.ranges if run.sub_group == sub_group]
+        begin = 0
+        for partition in partitions:
+            middle = begin + partition.numel // 2
+            (index,) = (index for run, index in runs if run.begin <= middle < run.end)
+            found[partition.name] = plan.placements[index]
+            begin += partition.numel
+    return found

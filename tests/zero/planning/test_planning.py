@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.cpu import HostDevice
@@ -21,21 +27,65 @@ from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
-from tests.launch import Finished, run_ranks
 from tests.model.costs import cost
 from tests.model.profiles import RATES, profile
+from tests.ranks import on_ranks
 from tests.tiers import thorough
 
 KINDS = {"cpu": {"CPU_STEP"}, "streamed": {"PREFETCH", "GPU_STEP", "FLUSH_STATES"}}
 
 
-def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Finished]:
-    arguments = ["-m", "tests.zero.planning.planning_ranks", *map(json.dumps, blocks)]
-    ranks = run_ranks(world_size, arguments, timeout_s=200, XDG_CACHE_HOME=str(cache))
-    for finished in ranks:
-        assert finished.returncode == 0, finished.output[-4000:]
-        assert len(finished.answers()) == len(blocks), finished.output[-4000:]
-    return ranks
+@dataclass(frozen=True)
+class Engines:
+    """The findings of a rank: an answer for each engine, and its log."""
+
+    found: list[dict[str, Any]]
+    output: str
+
+
+def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[Engines]:
+    """Return the findings of each rank. Profiles are cached in ``cache``."""
+    return on_ranks(world_size, train_each, blocks, XDG_CACHE_HOME=str(cache))
+
+
+def train_each(blocks: tuple[dict[str, Any], ...]) -> Engines:
+    """Create one engine per block, and train each for 5 steps. A block may be refused."""
+    found: list[dict[str, Any]] = []
+    with redirect_stdout(StringIO()) as output:
+        for block in blocks:
+            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+            config: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "sub_group_size": 4000,
+                    "stage3_param_persistence_threshold": 0,
+                },
+                "deep_optimizer_states": block,
+            }
+            try:
+                engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            except Exception as error:  # noqa: BLE001 (the test reads the message)
+                found.append({"refused": f"{type(error).__name__}: {error}"})
+                continue
+            for _ in range(5):
+                loss = engine(torch.ones(1, 64, dtype=torch.bfloat16)).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+            optimizer = engine.optimizer
+            compared = optimizer.report.comparison()
+            found.append(
+                {
+                    "placements": [placement.value for placement in optimizer.plan.placements],
+                    "compared": {row.name: [row.predicted_s, row.measured_s] for row in compared},
+                    "rank": dist.get_rank(),
+                }
+            )
+            engine.destroy()
+    return Engines(found, output.getvalue())
 
 
 def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +135,7 @@ def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size:
     assert first.output.count("A quick hardware profile was measured.") == 1
     assert first.output.count(str(cached)) == 1, "the second engine reads the profile of the first"
     for rank, finished in enumerate([first, *others]):
-        planned, streamed = finished.answers()
+        planned, streamed = finished.found
         # The CPU accelerator has no separate memory through which states could be streamed.
         assert planned["placements"] == ["cpu"] * len(planned["placements"])
         assert planned["rank"] == rank
@@ -97,7 +147,7 @@ def test_without_a_profile_a_quick_one_is_measured_cached_and_shared(world_size:
                 assert measured_s > 0
         # Every rank predicts from rank 0's profile.
         for name, (predicted_s, *_) in planned["compared"].items():
-            assert predicted_s == first.answers()[0]["compared"][name][0]
+            assert predicted_s == first.found[0]["compared"][name][0]
     assert first.output.count("5 updates, median of the last 3 against the prediction:\n  update ") == 2
     # The reason is logged at the start and at the end. The config of the second engine decides the placement itself.
     reason = "Nothing is streamed: the accelerator is the CPU, which has the states in its memory already."
@@ -118,7 +168,7 @@ def test_a_given_profile_is_used_as_rank_0_reads_it(tmp_path: Path) -> None:
     assert first.output.count("measured with 1 rank per node at once, while 2 train") == 1
     assert "while 2 train" not in second.output
     for finished in (first, second):
-        (found,) = finished.answers()
+        (found,) = finished.found
         # Adam takes 1 ns per parameter, and nothing is published.
         numel = 4 * (64 * 64 + 64) // 2
         assert found["compared"]["update"][0] == pytest.approx(numel / 1e9, rel=1e-6)
@@ -136,7 +186,7 @@ def test_a_profile_of_a_machine_with_a_gpu_is_refused_for_training_on_the_cpu(tm
     path = tmp_path / "profile.json"
     path.write_text(profile().to_json())
     for finished in engines(2, tmp_path, {"profile": str(path)}):
-        (found,) = finished.answers()
+        (found,) = finished.found
         for expected in (
             "ProfileError: deep_optimizer_states.profile: must be of a machine like the one that trains",
             f"here on the CPU, found {path} of one with a GPU.",
@@ -150,10 +200,10 @@ def test_an_invalid_profile_is_refused_on_every_rank(tmp_path: Path) -> None:
     old.write_text(json.dumps({**json.loads(profile().to_json()), "version": 0}))
     missing = tmp_path / "missing.json"
     ranks = engines(2, tmp_path, {"profile": str(old)}, {"profile": str(missing)}, {"placement": "cpu"})
-    refused_old, refused_missing, trained = ranks[0].answers()
+    refused_old, refused_missing, trained = ranks[0].found
     assert "ProfileError: version: must be the integer 2, found 0" in refused_old["refused"]
     assert "ProfileError: A profile must be a readable file" in refused_missing["refused"]
     assert "deep-opt-states profile --output profile.json" in refused_missing["refused"]
     assert trained["compared"] == {}, "a rule needs no profile if nothing is reported"
-    for refused in ranks[1].answers()[:2]:
+    for refused in ranks[1].found[:2]:
         assert "rank 0" in refused["refused"]

@@ -22,6 +22,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.training_run.job import Job
 from perf_model.training_run.training_memory import TrainingMemory
+from tests.tiers import thorough
 from tests.zero.planning.planning_in_training import TrainingRun
 
 SEQUENCE = 2048
@@ -91,6 +92,8 @@ SETTINGS = (
     PlanSetting("gh200", "20B", 2, 1, 1),
     PlanSetting("gh200", "Qwen2.5-7B", 1, 1, 2),
 )
+QUICK = 5
+"""How many settings ``make test`` compares: of four machines, of one and several ranks."""
 
 
 def run_of(setting: PlanSetting, printed: dict[str, Any]) -> TrainingRun:
@@ -127,7 +130,7 @@ def assert_equals_printed(plan: UpdatePlan, predicted: PredictedUpdate, printed:
 
 
 @pytest.mark.promise("P5")
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", [*SETTINGS[:QUICK], *map(thorough, SETTINGS[QUICK:])], ids=str)
 def test_the_engine_finds_the_printed_plan_with_the_printed_seconds(setting: PlanSetting, tmp_path: Path) -> None:
     printed = json.loads(print_plan(setting))
     plan, predicted = run_of(setting, printed).plan(tmp_path)

@@ -29,7 +29,7 @@ from tests.launch import answer
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.training import differences, run_variant, shared_folder
 from tests.zero.process_group import process_group
-from tests.zero.start.refusal_ranks import config_with
+from tests.zero.start.attempts import config_with
 
 WIDTH = 6
 MAX_MESSAGE = 4_000

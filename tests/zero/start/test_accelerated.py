@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
-from accelerate.utils import DeepSpeedPlugin
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -16,22 +21,52 @@ from deep_opt_states.cli.config_check import examine_config
 from deep_opt_states.config import ConfigError
 from deep_opt_states.doctor import Status
 from deep_opt_states.zero.start.older_stages import NOT_IN_STAGE_3, as_stage_3
+from deep_opt_states.zero.start.unsupported import Unsupported
+from tests.ranks import ranks
 from tests.software_gpu.published_configs.published import AXOLOTL
 from tests.zero.start.older_stage_configs import CONFIGS
-from tests.zero.training_once import ProgramRanks, TrainingOnce, on_one_worker
 
-RANKS = ProgramRanks("tests.zero.start.accelerated_ranks", timeout_s=180)
+BLOCK = {"deep_optimizer_states": {"placement": "cpu"}}
+
+STAGE_3: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}
+
+FILLED_IN = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-3),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3),
+}
+
+
+def _trained_as_stage_3(config: dict[str, Any]) -> str:
+    """Train with the config that the error contains, and return the class of the optimizer."""
+    try:
+        deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)
+    except Unsupported as error:
+        printed = json.loads(str(error).rpartition("\n\n")[2])
+    model = torch.nn.Linear(8, 8)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=printed)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 8, dtype=next(model.parameters()).dtype)).sum())
+        engine.step()
+    return type(engine.optimizer).__name__
+
+
+def _filled_in(config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config`` without what the Trainer fills in, and with an optimizer."""
+    known = {key: value for key, value in config.items() if value != "auto" and key not in ("scheduler", "fp16")}
+    optimizer = {"type": "AdamW", "params": FILLED_IN}
+    return {**known, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": optimizer}
+
+
 PLUGIN = "DeepOptimizerStates_Stage3"
 EMPTY: dict[str, Any] = {"deep_optimizer_states": {}}
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-
-pytestmark = on_one_worker(RANKS.program)
-
-
-@pytest.fixture
-def answers(trained: TrainingOnce) -> dict[str, dict[str, Any]]:
-    (answers,) = trained.answers_by_name(1)
-    return answers
 
 
 @pytest.fixture
@@ -95,27 +130,6 @@ def test_an_older_stage_is_named_before_weights_are_loaded(
     assert "`deep-opt-states doctor --config` prints the config for ZeRO-3" in logged[0]
 
 
-def test_a_replaced_optimizer_that_computes_something_else_is_named(answers: dict[str, dict[str, Any]]) -> None:
-    for name in ("SGD", "Adam", "AdamW"):
-        assert answers[name]["optimizer"] == PLUGIN
-    (line,) = answers["SGD"]["lines"]
-    assert line.startswith("torch.optim.sgd.SGD does not train: Accelerate has replaced it by DeepSpeedCPUAdam")
-    assert "L2 weight decay" in line
-    assert answers["Adam"]["lines"] == answers["AdamW"]["lines"] == []
-
-
-def test_sub_groups_of_one_parameter_are_named_with_the_remedy(answers: dict[str, dict[str, Any]]) -> None:
-    assert answers["sub_group_size 0"]["optimizer"] == PLUGIN
-    (line,) = answers["sub_group_size 0"]["lines"]
-    assert line.endswith('"sub_group_size": 1e9')
-    assert answers["sub_group_size 1"]["lines"] == []
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_config_in_the_refusal_of_an_older_stage_trains(name: str, answers: dict[str, dict[str, Any]]) -> None:
-    assert answers[name]["optimizer"] == PLUGIN
-
-
 @each_config
 def test_the_doctor_prints_the_config_for_stage_3_and_accepts_it(config: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
@@ -148,3 +162,44 @@ def test_only_settings_of_zero_change_for_stage_3(config: dict[str, Any]) -> Non
 
 def test_the_keys_that_are_removed_are_keys_of_deepspeed() -> None:
     assert set(DeepSpeedZeroConfig.model_fields) >= NOT_IN_STAGE_3
+
+
+def prepared(make: Any, config: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the class of the optimizer that Accelerate prepares, and the warnings that are logged."""
+    lines: list[str] = []
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    model = torch.nn.Linear(8, 8)
+    with mock.patch.object(log, "warn", lines.append):
+        engine, _ = accelerator.prepare(model, make(model.parameters()))
+    return type(engine.optimizer).__name__, lines
+
+
+@ranks(1)
+def test_a_replaced_optimizer_that_computes_something_else_is_named() -> None:
+    found = {name: prepared(make, {**STAGE_3, **BLOCK}) for name, make in OPTIMIZERS.items()}
+    assert [optimizer for optimizer, _ in found.values()] == [PLUGIN] * 3
+    (line,) = found["SGD"][1]
+    assert line.startswith("torch.optim.sgd.SGD does not train: Accelerate has replaced it by DeepSpeedCPUAdam")
+    assert "L2 weight decay" in line
+    assert found["Adam"][1] == found["AdamW"][1] == []
+
+
+@ranks(1)
+def test_sub_groups_of_one_parameter_are_named_with_the_remedy() -> None:
+    zero = STAGE_3["zero_optimization"]
+    config = {**STAGE_3, **BLOCK, "zero_optimization": {**zero, "sub_group_size": 0}}
+    optimizer, (line,) = prepared(OPTIMIZERS["AdamW"], config)
+    assert optimizer == PLUGIN
+    assert line.endswith('"sub_group_size": 1e9')
+    _, lines = prepared(OPTIMIZERS["AdamW"], {**config, "zero_optimization": {**zero, "sub_group_size": 1}})
+    assert lines == []
+
+
+@ranks(1)
+def test_the_config_in_the_refusal_of_an_older_stage_trains() -> None:
+    found = {name: _trained_as_stage_3(_filled_in({**config, **BLOCK})) for name, config in CONFIGS.items()}
+    assert found == dict.fromkeys(CONFIGS, PLUGIN)

@@ -1,4 +1,4 @@
-"""Check that ranks share the cores of a node under a real launcher."""
+"""Check that ranks share the cores of a node under a real launcher, which runs this module as a program."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ import os
 import sys
 from typing import Any
 
+import torch.distributed as dist
+
+from deep_opt_states.config import ConfigError, parse_config
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host import machine
-from deep_opt_states.host.machine import cores_of
-from tests.launch import Finished, environment, free_port, run_together
+from deep_opt_states.host.machine import Core, cores_of
+from deep_opt_states.names import CONFIG_KEY
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start import node_share as cores
+from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
+from deep_opt_states.zero.start.node_share import share_cores
+from tests.launch import Finished, answer, environment, free_port, run_together
+from tests.zero.process_group import process_group
 
 
 def torchrun(*arguments: str) -> Finished:
@@ -18,7 +28,7 @@ def torchrun(*arguments: str) -> Finished:
     del env["OMP_NUM_THREADS"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command = [*launcher, *rendezvous, "-m", "tests.zero.start.core_share_ranks", *arguments]
+    command = [*launcher, *rendezvous, "-m", "tests.zero.start.test_core_share", *arguments]
     (finished,) = run_together([command], free_port(), 200, [env])
     assert finished.returncode == 0, finished.output[-4000:]
     return finished
@@ -60,3 +70,28 @@ def test_the_config_overrides_the_topology() -> None:
 def test_too_many_threads_are_refused_on_every_rank() -> None:
     for refused in answers(torchrun(json.dumps({"cpu_threads": 33}), "--pretend")):
         assert refused.startswith("ConfigError: deep_optimizer_states.cpu_threads: must be at most the 32 CPUs")
+
+
+def main(block: str, pretend: bool) -> None:
+    """Report this rank's share of the cores, with ``pretend`` on an emulated node with GPUs."""
+    config = parse_config({CONFIG_KEY: json.loads(block)})
+    assert config is not None
+    accelerator = choose_device()
+    if pretend:
+        accelerator = AcceleratorChoice(HostDevice(), slots_on_host=False)
+        node = tuple(Core(cpus=(cpu, cpu + 16), node=cpu // 8) for cpu in range(16))
+        cores.cores_of = lambda allowed: node
+        # Rank 0's GPU is on the last NUMA node.
+        cores.gpu_node = lambda: dist.get_world_size() - 1 - dist.get_rank()
+    try:
+        share = share_cores(config, accelerator)
+    except (ConfigError, RanksDisagree) as error:
+        answer(f"{type(error).__name__}: {error}")
+    else:
+        omp = os.environ.get("OMP_NUM_THREADS")
+        answer([dist.get_rank(), omp, share.threads, share.cores, share.launch_cores])
+
+
+if __name__ == "__main__":
+    with process_group():
+        main(sys.argv[1], "--pretend" in sys.argv)

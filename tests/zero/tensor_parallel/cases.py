@@ -1,23 +1,45 @@
-"""List the cases of training beside tensor parallelism."""
+"""List the cases of training beside tensor parallelism, and train them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.zero.internals.compat import partitions_by_name
+from perf_model.training_run.job import shard_numel
+from tests.tiny_llama import VOCABULARY, tiny_llama
+from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.training import Block, Record, collect, placements_by_name, recorded_forward
+from tests.zero.tensor_parallel.layouts import (
+    MODEL_RANKS,
+    SharedModel,
+    data_rank,
+    model_rank,
+)
 
 PLACEMENTS = {
     "cpu": {"placement": "cpu"},
     "streamed": {"placement": "streamed", "unit_size": 700},
     "planned": {},
 }
+
 BY_NAME = "rules by name"
 ARMS = (*PLACEMENTS, BY_NAME)
 """The names of the plugin's placements in a case. The rules by name depend on the layout."""
+
 SETTINGS = {
     "plain": {},
     "clipping": {"gradient_clipping": 0.1},
     "accumulation 2": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
 }
+
 DTYPES = ("bf16", "fp32", "fp16")
 
 
@@ -47,5 +69,145 @@ CASES = tuple(
     for index, layout in enumerate(("AutoTP", "mpu"))
     for position, (dtype, setting) in enumerate(product(DTYPES, SETTINGS))
 )
+
 QUICK = tuple(case for case in CASES if (case.layout, case.dtype, case.setting) in _QUICK)
 """The cases of ``make test``."""
+
+STEPS = 5
+OVERFLOW_STEP = 2
+
+
+def ds_config(case: TensorParallelCase, layout: SharedModel, block: Block) -> dict[str, Any]:
+    """Return the DeepSpeed config of the case, with the plugin's block unless that is None."""
+    dtypes: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 1}},
+        "fp32": {},
+    }
+    data_ranks = max(1, dist.get_world_size() // MODEL_RANKS)
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": 4000 // data_ranks,
+            "stage3_param_persistence_threshold": 100,
+        },
+        **dtypes[case.dtype],
+        **SETTINGS[case.setting],
+        **layout.config,
+        **({} if block is None else {"deep_optimizer_states": block}),
+    }
+
+
+def engine_of(case: TensorParallelCase, layout: SharedModel, block: Block) -> Any:
+    """Return an engine of the layout's model, initialized the same whenever case and rank are the same."""
+    config = ds_config(case, layout, block)
+    torch.manual_seed(3)
+    with ExitStack() as context:
+        if case.zero_init:
+            context.enter_context(deepspeed.zero.Init(config_dict_or_path=config, mpu=layout.mpu))
+        model = layout.make()
+    if case.zero_init:
+        # Transformers does not initialize the parameters in that context.
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=None):
+            generator = torch.Generator().manual_seed(5)
+            for param in model.parameters():
+                param.data.copy_(0.1 * torch.randn(param.shape, generator=generator))
+    options = {} if layout.mpu is None else {"mpu": layout.mpu, "dist_init_required": False}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **options)
+    return engine
+
+
+@contextmanager
+def closing_engine_of(case: TensorParallelCase, layout: SharedModel, block: Block) -> Iterator[Any]:
+    """Yield an engine that is destroyed when the context ends."""
+    engine = engine_of(case, layout, block)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    """Return a batch of shape [2, 12] on the accelerator, the same on all ranks that share a model."""
+    generator = torch.Generator().manual_seed(100 * step + data_rank())
+    return on_accelerator(torch.randint(0, VOCABULARY, (2, 12), generator=generator))
+
+
+def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int = STEPS) -> Record:
+    """Train, and return every value that must have stock's bits."""
+    record = Record(optimizer_class=type(engine.optimizer).__name__)
+    for name in ("loss_scale", "skipped"):
+        record.numbers[name] = []
+    # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
+    losses: list[torch.Tensor] = []
+    norms: list[Any] = []
+    overflowing = False
+    if case.dtype == "fp16" and model_rank() == MODEL_RANKS - 1:
+        (param,) = (
+            param
+            for name, param in engine.module.named_parameters()
+            if layout.sharded in name and name.endswith("weight") and ("layers" not in name or "layers.1" in name)
+        )
+        param.register_hook(lambda grad: grad * float("inf") if overflowing else None)
+    for step in range(steps):
+        overflowing = step == OVERFLOW_STEP
+        for micro_batch in range(engine.gradient_accumulation_steps()):
+            with recorded_forward(engine.optimizer, record):
+                loss = engine(tokens_of(10 * step + micro_batch))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        norms.append(engine.get_global_grad_norm())
+        record.numbers["loss_scale"].append(float(engine.optimizer.loss_scale))
+        record.numbers["skipped"].append(engine.skipped_steps)
+    record.numbers["loss"] = [loss.item() for loss in losses]
+    record.numbers["norm"] = [float(norm) for norm in norms]
+    collect(engine.optimizer, record)
+    return record
+
+
+def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int = STEPS) -> Record:
+    """Train the case in an engine of its own. With rules by name, check where they place parameters."""
+    with closing_engine_of(case, layout, block) as engine:
+        record = train(engine, case, layout, steps)
+        if block is not None and block.get("placement") == layout.rules:
+            assert misplaced(engine, layout) == []
+        if block is not None:
+            record.placements = {placement.value for placement in placements_by_name(engine.optimizer).values()}
+        return record
+
+
+def planned_numels() -> tuple[float, int]:
+    """Return the elements per rank of AutoTP's model as ``plan --tensor-parallel`` counts them, and those of its norms.
+
+    The plan counts norms as whole.
+    """
+    with torch.device("meta"):
+        numels = {name: param.numel() for name, param in tiny_llama().named_parameters()}
+    shards = sum(shard_numel(name, numel, MODEL_RANKS) for name, numel in numels.items())
+    norms = sum(numel for name, numel in numels.items() if "norm" in name)
+    return shards / (dist.get_world_size() // MODEL_RANKS), norms
+
+
+def block_of(arm: str, layout: SharedModel) -> dict[str, Any]:
+    """Return the plugin's block for one of ``ARMS``."""
+    return {"placement": layout.rules, "unit_size": 700} if arm == BY_NAME else PLACEMENTS[arm]
+
+
+def misplaced(engine: Any, layout: SharedModel) -> list[str]:
+    """Return the parameters that are not where the rules by name place them."""
+    by_name = placements_by_name(engine.optimizer)
+    partitions = [partition for group in partitions_by_name(engine.optimizer) for partition in group]
+    # The CPU updates these in any case.
+    persistent = {partition.name for partition in partitions if partition.is_persistent}
+    rules = {name: layout.rule_for(name) for name in by_name}
+    assert {*rules.values()} == {None, *layout.by_name.values()}, "each rule, and the planner, places parameters"
+    return [
+        f"{name}: {found.value}, expected {rules[name]}"
+        for name, found in by_name.items()
+        if name not in persistent and rules[name] not in (None, found.value)
+    ]

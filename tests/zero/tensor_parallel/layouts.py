@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
-VOCABULARY, WIDTH, INNER = 96, 32, 56
+from tests.tiny_llama import INNER, VOCABULARY, WIDTH, tiny_llama
+
 MODEL_RANKS = 2
 """The ranks that share one model."""
 
@@ -55,34 +55,6 @@ def model_rank() -> int:
 def data_rank() -> int:
     """Return which of the models this rank has a part of: each is trained on other data."""
     return dist.get_rank() // MODEL_RANKS
-
-
-def llama(heads: int = 4, key_value_heads: int = 2, width: int = WIDTH) -> torch.nn.Module:
-    """Return a Llama that maps tokens of shape [batch, sequence] to their loss."""
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=INNER,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        max_position_embeddings=64,
-        # PyTorch's fused attention for the CPU has other bits than the operators that run on the software GPU.
-        attn_implementation="eager",
-    )
-    return LossOfCausalModel(LlamaForCausalLM(shape))
-
-
-class LossOfCausalModel(torch.nn.Module):
-    """A causal language model of Hugging Face that returns its loss alone."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.config = model.config
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
 
 
 class AllReduced(torch.autograd.Function):
@@ -198,7 +170,7 @@ def layouts() -> dict[str, SharedModel]:
     mpu = MegatronGroups()
     return {
         "AutoTP": SharedModel(
-            make=llama,
+            make=tiny_llama,
             mpu=None,
             config={"tensor_parallel": {"autotp_size": MODEL_RANKS}},
             sharded="down_proj",
@@ -216,4 +188,4 @@ def layouts() -> dict[str, SharedModel]:
 
 def one_rank_per_model(config: dict[str, Any]) -> SharedModel:
     """Return the layout of the model of ``AutoTP`` if no ranks share it, with ``config`` in DeepSpeed's config."""
-    return SharedModel(make=llama, mpu=None, config=config, sharded="down_proj", by_name=BY_NAME)
+    return SharedModel(make=tiny_llama, mpu=None, config=config, sharded="down_proj", by_name=BY_NAME)

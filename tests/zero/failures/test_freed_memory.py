@@ -1,9 +1,11 @@
-"""Check that nothing of a failed update stays in memory after a checkpoint was loaded."""
+"""Check that nothing of a failure stays in memory: a failed action frees its own, a loaded checkpoint the update's."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.zero.internals import agreement
 from deep_opt_states.zero.step import update
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.measured_windows import MeasuredWindows
@@ -24,6 +27,32 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import fill_gradients, make_states, place
+
+
+class States:
+    """Memory that an action has allocated before it fails."""
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_failed_action_keeps_no_memory_until_the_next_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "gather_values", lambda value: [value])
+    allocated: list[weakref.ref[States]] = []
+
+    def allocate_and_fail() -> None:
+        states = States()
+        allocated.append(weakref.ref(states))
+        raise MemoryError("for the states")
+
+    with suppress(MemoryError):
+        agreement.raise_together(allocate_and_fail)
+    assert [reference() for reference in allocated] == [None]
 
 
 class RaisingAdam(PlainAdam):

@@ -1,4 +1,7 @@
-"""Spans are emitted where DeepSpeed emits its own. ``test_monitoring`` checks that PyTorch's profiler shows them."""
+"""Check the spans that profilers show, and that DeepSpeed's throughput timer waits only if the user requests that.
+
+Spans are emitted where DeepSpeed emits its own. ``test_monitoring`` checks that PyTorch's profiler shows them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.utils import nvtx
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from torch._C._profiler import _ExperimentalConfig
 
-from deep_opt_states.zero.internals import spans
+from deep_opt_states.zero.internals import spans, timers
 
 
 class NvtxAccelerator:
@@ -57,3 +61,32 @@ def test_a_span_is_in_the_domain_of_deepspeed_and_ends_if_its_action_fails(suppo
         with mock.patch.object(nvtx, "enable_nvtx", False), spans.ActionSpan("PUBLISH 4"):
             pass
     assert accelerator.calls == [("PREFETCH 3", domain), ("pop", domain), ("CPU_STEP 4", domain), ("pop", domain)]
+
+
+class TimerConfig:
+    """The attributes of a ``DeepSpeedConfig`` that are read."""
+
+    def __init__(self, written: dict[str, Any]) -> None:
+        self._param_dict = written
+        self.timers_config = DeepSpeedThroughputTimerConfig(**written.get("timers", {}).get("throughput", {}))
+
+
+@pytest.mark.parametrize(
+    ("written", "synchronized", "logged"),
+    [
+        ({}, False, []),
+        ({"timers": {"throughput": {"synchronized": True}}}, True, ["waits for the whole device"]),
+        ({"timers": {"throughput": {"synchronized": False}}}, False, []),
+        ({"timers": {"throughput": {"enabled": False}}}, True, []),
+    ],
+)
+def test_the_timer_waits_for_the_device_only_if_the_user_requests_it(
+    written: dict[str, Any], synchronized: bool, logged: list[str]
+) -> None:
+    config = TimerConfig(written)
+    with mock.patch("deep_opt_states.log.warn") as log:
+        timers.unsynchronize_throughput_timer(config)
+    assert config.timers_config.synchronized == synchronized
+    messages = [call.args[0] for call in log.call_args_list]
+    assert len(messages) == len(logged)
+    assert all(part in message for part, message in zip(logged, messages, strict=True))

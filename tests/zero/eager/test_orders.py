@@ -1,4 +1,4 @@
-"""Make calls in orders that could commit a step of old gradients, and compare eager units with others, bit for bit."""
+"""Make calls in orders that could commit a step of old gradients: eager units have the bits of others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
+import pytest
 import torch
 
-from tests.launch import answer
-from tests.zero.process_group import process_group
+from tests.ranks import ranks
 from tests.zero.speculations import counted_speculations, wait_for_speculations
 
 WIDTH = 64
@@ -64,13 +64,9 @@ def after_an_interrupted_step(engine: Any) -> None:
     backward(engine, 0)
     engine.step()
     backward(engine, 1)
-    with mock.patch.object(engine.optimizer, "_optimizer_step", side_effect=KeyboardInterrupt):
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            pass
-        else:
-            raise AssertionError("the step was not interrupted")
+    interrupted = mock.patch.object(engine.optimizer, "_optimizer_step", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        engine.step()
     backward(engine, 2, layers=1)
     engine.step()
 
@@ -95,33 +91,22 @@ def with_a_learning_rate_in_a_tensor(engine: Any) -> None:
         engine.step()
 
 
-ORDERS: dict[Callable[[Any], None], int] = {
-    after_an_interrupted_step: 1,
-    after_a_boundary_that_was_none: 2,
-    with_a_learning_rate_in_a_tensor: 1,
-}
-"""The orders of calls, with the number of accumulation steps of their engines."""
-
-
-def main() -> None:
-    for order, accumulation in ORDERS.items():
-        found = []
-        for eager in (False, True):
-            engine = engine_of(eager=eager, accumulation=accumulation)
-            with counted_speculations() as counts:
-                order(engine)
-            found.append([master.clone() for master in engine.optimizer.fp32_partitioned_groups_flat])
-            engine.destroy()
-        in_place, out_of_place = found
-        answer(
-            {
-                "order": order.__name__,
-                "are_equal": all(map(torch.equal, in_place, out_of_place)),
-                "void": counts.void,
-            }
-        )
-
-
-if __name__ == "__main__":
-    with process_group():
-        main()
+@pytest.mark.promise("P1")
+@pytest.mark.parametrize(
+    ("order", "accumulation"),
+    [(after_an_interrupted_step, 1), (after_a_boundary_that_was_none, 2), (with_a_learning_rate_in_a_tensor, 1)],
+)
+@ranks(1)
+def test_no_order_of_calls_commits_a_step_of_old_gradients_or_of_an_old_learning_rate(
+    order: Callable[[Any], None], accumulation: int
+) -> None:
+    found = []
+    for eager in (False, True):
+        engine = engine_of(eager=eager, accumulation=accumulation)
+        with counted_speculations() as counts:
+            order(engine)
+        found.append([master.clone() for master in engine.optimizer.fp32_partitioned_groups_flat])
+        engine.destroy()
+    in_place, out_of_place = found
+    assert all(map(torch.equal, in_place, out_of_place))
+    assert counts.void > 0

@@ -1,30 +1,28 @@
-"""End ranks by SIGKILL while steps of eager units are speculated, or resume from the checkpoint that they left.
-
-Arguments: a folder, then ``speculated`` or ``commit``, the moment of the kill, or ``resume``. Each rank that resumes
-prints the differences between stock that resumes from the killed run's checkpoint, and from its own.
-"""
+"""End ranks by SIGKILL while steps of eager units are speculated, and resume from their last checkpoint."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from perf_model.schedule.action import ActionKind
-from tests.launch import answer
+from tests.ranks import ended_ranks, on_ranks
 from tests.zero.parity.case import CPU, Case, eager
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, Record, closing_engine, collect, differences
-from tests.zero.process_group import process_group
+from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, collect
 from tests.zero.speculations import wait_for_speculations
 
 CASE = Case(name="killed", blocks=(eager(CPU),), world_size=2)
+
+
 SAVED, STEPS = 3, 5
 """The number of steps before the last checkpoint, and of all steps."""
 
@@ -67,20 +65,20 @@ def resumed(folder: Path, block: Block) -> Record:
     return record
 
 
+@pytest.mark.promise("P4")
+@pytest.mark.parametrize("moment", ["speculated", "commit"])
+def test_ranks_that_are_killed_between_speculation_and_commit_resume_from_the_last_checkpoint(
+    moment: str, tmp_path: Path
+) -> None:
+    killed = ended_ranks(2, partial(train_and_be_killed, tmp_path / "killed", moment), tmp_path)
+    assert [finished.returncode for finished in killed] == [-signal.SIGKILL] * 2
+    on_ranks(2, resume, tmp_path)
+
+
 def resume(folder: Path) -> None:
     with closing_engine(CASE, None) as engine:
         train(engine, 0, SAVED)
         engine.save_checkpoint(str(folder / "stock"))
-    expected = resumed(folder / "stock", None)
-    for moment in ("speculated", "commit"):
-        for block in (None, CASE.blocks[0]):
-            found = resumed(folder / moment, block)
-            answer({"moment": moment, "block": block, "differences": differences(expected, found)})
-
-
-if __name__ == "__main__":
-    with process_group():
-        if sys.argv[2] == "resume":
-            resume(Path(sys.argv[1]))
-        else:
-            train_and_be_killed(Path(sys.argv[1]) / sys.argv[2], sys.argv[2])
+    stock = resumed(folder / "stock", None)
+    for block in (None, CASE.blocks[0]):
+        assert_same_bits(stock, resumed(folder / "killed", block))

@@ -1,8 +1,4 @@
-"""Make every kind of call between backward and ``step()``, with stock and with eager units, and compare all values.
-
-Every rank prints one answer per block and timing: the first differences from stock, and for each call how many units
-kept the step that was speculated in backward.
-"""
+"""Make every kind of call between backward and ``step()``: it sees and gives the bits of stock with eager units."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import (
@@ -24,7 +21,8 @@ from deepspeed.utils import (
 )
 
 from tests.kernels.intercepted import before_each_update
-from tests.launch import answer
+from tests.ranks import ranks
+from tests.tiers import thorough
 from tests.zero.behaviour.assigned import cleared_state, moments_by_data, moments_of_zeros, saved
 from tests.zero.behaviour.behaviour_variant import (
     BehaviourNet,
@@ -41,11 +39,11 @@ from tests.zero.behaviour.behaviour_variant import (
     unequal,
 )
 from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP, eager
-from tests.zero.parity.training import Block, shared_folder
-from tests.zero.process_group import process_group
+from tests.zero.parity.training import Block
 from tests.zero.speculations import counted_speculations, wait_for_speculations
 
 BLOCKS = (eager(CPU), eager({**STRIDE_2, "unit_size": 60, **WITHOUT_FORWARD_OVERLAP}))
+
 
 Call = Callable[[Any, Path], Seen]
 
@@ -191,7 +189,11 @@ def skip(engine: Any, folder: Path) -> Seen:
 
 KEEPING: tuple[Call, ...] = (nothing, read_gradients, gather, empty_cache, evaluate)
 """Calls after which all units keep the step that was speculated."""
+
+
 PARTLY_KEEPING: tuple[Call, ...] = (set_gradients,)
+
+
 VOIDING: tuple[Call, ...] = (
     halve_gradients,
     set_params,
@@ -209,7 +211,10 @@ VOIDING: tuple[Call, ...] = (
     second_backward,
     skip,
 )
+
+
 OTHERS: tuple[Call, ...] = (write_gathered, zero_gradients)
+
 
 CALLS = (*KEEPING, *PARTLY_KEEPING, *VOIDING, *OTHERS)
 
@@ -247,23 +252,29 @@ def seen(block: Block, folder: Path, *, waits: bool) -> tuple[list[tuple[str, ob
     return found, speculated
 
 
-def main() -> None:
-    with shared_folder() as folder:
-        stock, _ = seen(None, folder / "stock", waits=True)
-        for index, block in enumerate(BLOCKS):
-            for waits in (True, False):
-                ours, speculated = seen(block, folder / f"{index} {waits}", waits=waits)
-                answer(
-                    {
-                        "block": block,
-                        "waits": waits,
-                        "differences": unequal(stock, ours)[:3],
-                        "seen": len(stock),
-                        "speculated": speculated,
-                    }
-                )
+@pytest.mark.promise("P1")
+@ranks(thorough(1), 2)
+def test_calls_between_backward_and_step_see_and_give_the_bits_of_stock(tmp_path: Path) -> None:
+    stock, _ = seen(None, tmp_path / "stock", waits=True)
+    for index, block in enumerate(BLOCKS):
+        for waits in (True, False):
+            ours, speculated = seen(block, tmp_path / f"{index} {waits}", waits=waits)
+            assert unequal(stock, ours) == [], (block, waits)
+            if waits:
+                check_speculations(speculated)
 
 
-if __name__ == "__main__":
-    with process_group():
-        main()
+def check_speculations(of_calls: dict[str, list[int]]) -> None:
+    """Check for each call how many units kept the step that was speculated in backward."""
+    for call in KEEPING:
+        speculated, kept, void = of_calls[call.__name__]
+        assert kept == speculated > 1, call
+        assert void == 0, call
+    for call in PARTLY_KEEPING:
+        speculated, kept, void = of_calls[call.__name__]
+        assert 0 < kept < speculated, call
+        assert kept + void == speculated, call
+    for call in VOIDING:
+        speculated, kept, void = of_calls[call.__name__]
+        assert kept == 0, call
+        assert void >= speculated > 1, call

@@ -1,8 +1,4 @@
-"""Clip the steps of a part of the training, and print in which steps eager units are speculated.
-
-Every rank prints one answer: the log's lines by step, the number of speculated units in each step, and the differences
-from stock.
-"""
+"""Clip the steps of a part of the training: updates in backward pause meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +7,9 @@ from unittest import mock
 
 import torch
 
-from tests.launch import answer
+from deep_opt_states.zero.step.eager import LAST_STEPS
+from tests.ranks import ranks
+from tests.tiers import thorough
 from tests.zero.behaviour.behaviour_variant import (
     BehaviourNet,
     BehaviourVariant,
@@ -22,11 +20,14 @@ from tests.zero.behaviour.behaviour_variant import (
 )
 from tests.zero.parity.case import CPU, eager
 from tests.zero.parity.training import Block
-from tests.zero.process_group import process_group
 from tests.zero.speculations import counted_speculations, wait_for_speculations
 
 STEPS = 32
+
+
 SKIPPED = 4
+
+
 CLIPPED = range(5, 10)
 """The steps that are clipped. Together with the skipped one, they are more than a quarter of the last 20 steps."""
 
@@ -52,8 +53,19 @@ def train(block: Block) -> tuple[list[tuple[str, Any]], list[tuple[int, str]], l
     return states, lines, speculated
 
 
-if __name__ == "__main__":
-    with process_group():
-        stock, *_ = train(None)
-        ours, lines, speculated = train(eager(CPU))
-        answer({"lines": lines, "speculated": speculated, "differences": unequal(stock, ours)})
+WHY = "steps were clipped, skipped or changed after backward"
+
+
+@ranks(thorough(1), 2)
+def test_updates_in_backward_pause_while_many_steps_are_clipped_or_skipped() -> None:
+    stock, *_ = train(None)
+    ours, lines, speculated = train(eager(CPU))
+    assert unequal(stock, ours) == []
+    last = CLIPPED[-1]
+    # The skipped step was the first of them.
+    again = SKIPPED + LAST_STEPS
+    assert lines == [
+        (last, f"updates in backward stop: 6 of the last 10 {WHY}"),
+        (again, f"updates in backward start again: 5 of the last 20 {WHY}"),
+    ]
+    assert [number > 0 for number in speculated] == [step <= last or step > again for step in range(STEPS)]
