@@ -65,7 +65,7 @@ test-frameworks: $(INSTALLED)  ## Train with FRAMEWORKS="LLaMA-Factory ..." by t
 gpu-check:  ## Run tests/gpu and the profile on a machine with a GPU, with PYTHON=python3; 9 minutes
 	@$(PYTHON) -m tests.gpu.run_parts check
 
-gpu-measure:  ## Run small benchmarks of copies, Adam and overlap on a machine with a GPU; 7 minutes
+gpu-measure:  ## Run small benchmarks of copies and Adam on a machine with a GPU; 4 minutes
 	@$(PYTHON) -m tests.gpu.run_parts measure
 
 GPU_BENCH := env -u DS_ACCELERATOR $(PYTHON) -m benchmarks

@@ -1,4 +1,4 @@
-"""Run one benchmark, or all but ``reliability``, or write RESULTS.md from the rows that were measured."""
+"""Run one benchmark, or all of them, or write RESULTS.md from the rows that were measured."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.charts import draw
-from benchmarks.harness.results_page import last_runs, render
 from benchmarks.harness.rows import BENCHMARKS, QUICK_RESULTS, RESULTS, Results, Row, Waived, format_row
+from benchmarks.report import report
 from deep_opt_states.host import machine
 from examples.common.one_rank import be_the_only_rank_unless_launched
 
 console = Console()
-
-TAKES_HOURS = ("reliability",)
-"""The benchmarks that ``all`` leaves out."""
 
 
 def run(name: str, folder: Path, amounts: Mapping[str, float] | None = None, *, quick: bool) -> int:
@@ -48,40 +44,25 @@ def run(name: str, folder: Path, amounts: Mapping[str, float] | None = None, *, 
     except Waived as reason:
         console.print(f"WAIVED: {reason}")
         results.add(Row(variant="all", quantity=name, waived=str(reason)))
-        results.finish()
         return 0
-    results.finish()
     table = Table("variant", "quantity", "median", "20 % to 80 %")
     for row_of_run in results.rows:
         table.add_row(row_of_run["variant"], row_of_run["quantity"], *format_row(row_of_run))
     console.print(table)
-    if not quick:
-        console.print(draw(results.rows, folder, module.CHART) or "There is no number to draw.")
     console.print(f"{results.path}, {time.perf_counter() - start_s:.0f} s")
     return int(any(row_of_run.get("failed") for row_of_run in results.rows))
 
 
 def run_all(folder: Path, *, quick: bool) -> int:
-    """Run each benchmark but ``TAKES_HOURS`` in a process of its own. Return 1 if any failed; the others still run."""
+    """Run each benchmark in a process of its own. Return 1 if any failed; the others still run."""
     failed = []
-    for name in (name for name in BENCHMARKS if name not in TAKES_HOURS):
+    for name in BENCHMARKS:
         command = [sys.executable, "-m", "benchmarks", name, "--output", str(folder), *(["--quick"] if quick else [])]
         if subprocess.run(command, check=False).returncode != 0:
             failed.append(name)
     for name in failed:
         console.print(f"FAILED: {name}")
     return int(bool(failed))
-
-
-def report(folder: Path) -> None:
-    """Draw the charts of the rows in ``folder``, and write RESULTS.md next to the folder."""
-    runs_by_benchmark = last_runs(folder)
-    for name, runs in runs_by_benchmark.items():
-        for rows in runs:
-            draw(rows, folder, _module(name).CHART)
-    path = folder.parent / "RESULTS.md"
-    path.write_text(render(runs_by_benchmark))
-    console.print(str(path))
 
 
 def _module(name: str) -> Any:
@@ -125,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.set and options.command in ("all", "report"):
         parser.error(f"--set must be absent with {options.command}, found {options.set[0]!r}. Run one benchmark.")
     if options.command == "report":
-        report(folder)
+        path = folder.parent / "RESULTS.md"
+        path.write_text(report(folder))
+        console.print(str(path))
         return 0
     if options.command == "all":
         return run_all(folder, quick=options.quick)

@@ -10,17 +10,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from benchmarks.harness import variants
-from benchmarks.harness.charts import Bars
-from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import labels_of, phase_rows, rows_of_runs, speedups
-from benchmarks.harness.sizes import default_setting, repetitions
+from benchmarks.harness.setting import default_setting, repetitions, trains_on_gpu
 from perf_model.schedule.placement import Placement
 
 GAIN = "iteration speedup over the previous variant"
-
-CHART = Bars(GAIN, ("forward", "backward", "update exposed"))
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

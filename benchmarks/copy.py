@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.charts import Lines
-from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.rows import Row, Waived
+from benchmarks.harness.setting import trains_on_gpu
 from deep_opt_states.profiler.probes import Copies, Probe, bandwidth, d2h, h2d
 from deep_opt_states.profiler.profile import FULL, QUICK, sample
 from deep_opt_states.profiler.ranks import Ranks
@@ -19,8 +18,6 @@ from deep_opt_states.profiler.ranks import Ranks
 SIZES = (2**16, 2**20, 2**24, 2**28)
 REPETITION_BYTES = 2**30
 """The most bytes that one repetition moves."""
-
-CHART = Lines("bandwidth", x="bytes")
 
 
 def measure(*, quick: bool) -> Iterator[Row]:

@@ -12,13 +12,10 @@ from collections.abc import Iterator
 from benchmarks.gpu import TOKENS, chosen_model, rows_of
 from benchmarks.gpu.arms import bits_jobs
 from benchmarks.gpu.processes import run_jobs
-from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
 
 BITS_TOKENS = 4_096
 MODEL_OF_TWO_RANKS = "Qwen3-0.6B"
-
-CHART = Bars()
 
 
 def measure(*, quick: bool, billions: float = 1.7, minutes: float = 8.6) -> Iterator[Row]:

@@ -20,7 +20,6 @@ import deepspeed
 import torch
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
-from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import labels_of
 from benchmarks.harness.setting import TrainingSetting
@@ -38,8 +37,6 @@ HUGGING_FACE_AUTO = {
 
 HOOKS = ("forward", "backward")
 TO_STOCK = "forward + backward / stock's"
-
-CHART = Bars(TO_STOCK)
 
 Moment = tuple[float, float]
 """The time of the clock, and the CPU time of the training thread, in seconds."""
@@ -63,7 +60,7 @@ class ArmProcess:
         be_the_only_rank_unless_launched()
         with ExitStack() as resources:
             if self.on_software_gpu:
-                from benchmarks.emulated import start_device
+                from benchmarks.emulated.run import start_device
                 from tests.software_gpu.plugged import plugged
 
                 start_device()

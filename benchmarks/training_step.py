@@ -1,9 +1,9 @@
 """How long does an iteration take, by phase?
 
-The rows show the iteration with and without updates, the cost of the update, tokens per second, what is retained of
-those without offload, the phases, MFU and memory. They compare stock, no offload, DeepSpeed's other ways to offload,
-and ours. Stock, no offload and ours also run with larger micro-batches, with more of them per step, with larger models,
-and with DeepSpeed's default sub-group size.
+The rows show the iteration with and without updates, the cost of the update, tokens per second, the share of those
+without offload that is retained, the phases and memory. They compare stock, no offload, DeepSpeed's other ways to
+offload, and ours. Stock, no offload and ours also run with larger micro-batches, with more of them per step, with
+larger models, and with DeepSpeed's default sub-group size.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from benchmarks.harness import variants
-from benchmarks.harness.charts import Bars
-from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, run_interleaved
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import (
@@ -30,28 +28,24 @@ from benchmarks.harness.run_rows import (
     runnable,
     waived_rows,
 )
-from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.sizes import (
+from benchmarks.harness.setting import (
     Repetitions,
+    TrainingSetting,
     default_setting,
     fewest_repetitions,
     fits_host_memory,
     larger_settings,
     repetitions,
+    trains_on_gpu,
     with_default_sub_groups,
 )
-from benchmarks.harness.targets import COST_SHARE, ITERATION_SPEEDUP, RETAINED
 from benchmarks.harness.variants import NO_MEMORY, NO_OFFLOAD, Variant
-from deep_opt_states.host import machine
-from deep_opt_states.profiler.peaks import peak_flops
 
 ACCUMULATIONS = (4, 16)
 MICRO_BATCH = 8
 
 STOCK, OURS = (replace(variant, measures_cost=True) for variant in (variants.STOCK, variants.OURS_DEFAULT))
 COMPARED = (STOCK, OURS, NO_OFFLOAD)
-
-CHART = Bars(("forward", "backward", "update exposed"), ITERATION_SPEEDUP, COST_SHARE, RETAINED)
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
@@ -92,26 +86,12 @@ def _compare(setting: TrainingSetting, compared: Sequence[Variant], repetitions:
 def _rows(
     no_offload_runs: Sequence[EngineRun], runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any
 ) -> Iterator[Row]:
-    setting = runs[0].setting
     if runs[0].variant.measures_cost:
         yield from cost_rows(runs, stock_runs, **labels)
     yield retained_row(runs, no_offload_runs, **labels)
     yield from phase_rows(runs, stock_runs, **labels)
-    iteration_s = all_samples(runs, "iteration_s")
-    rates = [setting.tokens / duration_s for duration_s in iteration_s]
+    rates = [runs[0].setting.tokens / duration_s for duration_s in all_samples(runs, "iteration_s")]
     yield Row(quantity="throughput", unit="tokens/s", samples=rates, **labels)
-    gpu = machine.gpu() if trains_on_gpu() else None
-    peak = None if gpu is None else peak_flops(gpu.name)
-    if peak is None:
-        yield Row(quantity="MFU", waived="the peak FLOP/s of this processor is not known", **labels)
-    else:
-        shares = [setting.flops / duration_s / peak for duration_s in iteration_s]
-        yield Row(quantity="MFU", unit="share", samples=shares, **labels)
-        yield Row(quantity="peak that MFU refers to", unit="FLOP/s", samples=[peak], **labels)
-    if gpu is None:
-        yield Row(quantity="peak GPU memory", waived="no GPU", **labels)
-        yield Row(quantity="pinned memory", waived="no GPU", **labels)
-    else:
+    if trains_on_gpu():
         yield Row(quantity="peak GPU memory", unit="bytes", samples=[run.gpu_peak_bytes for run in runs], **labels)
-        yield Row(quantity="pinned memory", unit="bytes", samples=[run.pinned_bytes for run in runs], **labels)
     yield Row(quantity="host memory of the process", unit="bytes", samples=[run.host_bytes for run in runs], **labels)

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.harness import variants
 from benchmarks.harness.interleaved_runs import batch_for, engine_for, weights_digest
 from benchmarks.harness.overrides import without_updates
-from benchmarks.harness.sizes import QUICK
+from benchmarks.harness.setting import QUICK
 from examples.common.one_rank import be_the_only_rank_unless_launched
 from tests.launch import answer
 

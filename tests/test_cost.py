@@ -9,7 +9,7 @@ from benchmarks import training_step
 from benchmarks.harness import variants
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
 from benchmarks.harness.run_rows import cost_rows, retained_row
-from benchmarks.harness.sizes import ON_CPU, Repetitions
+from benchmarks.harness.setting import ON_CPU, Repetitions
 from benchmarks.harness.variants import NO_OFFLOAD
 from tests.launch import run_ranks
 

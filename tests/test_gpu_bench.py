@@ -18,8 +18,7 @@ import torch
 from benchmarks.gpu import energy, rows_of
 from benchmarks.gpu.arms import FSDP2, MODELS, OURS_EMPTY, TORCHAO, ArmJob, bits_jobs, ours_limited, timed_jobs
 from benchmarks.gpu.processes import ArmOutcome, run_jobs
-from benchmarks.harness.rows import Results, Row, read_rows
-from benchmarks.harness.targets import BIT_IDENTICAL, COST, COST_SHARE, RETAINED
+from benchmarks.harness.rows import BIT_IDENTICAL, COST, COST_SHARE, RETAINED, Results, Row, read_rows
 from benchmarks.harness.variants import NO_OFFLOAD, STOCK, SUPER
 from deep_opt_states.host import machine
 from tests.launch import REPOSITORY

@@ -1,12 +1,13 @@
-"""How fast is the CPU's update? Our single pass is compared with the three passes of stock's ``step()`` in one run.
+"""How fast is the CPU's update? Our single pass is compared with the three passes of stock's ``step()``.
 
 Stock scales the fp32 gradient in place, calls DeepSpeedCPUAdam, and rounds the parameters to bf16. Ours reads the bf16
-gradient and does the rest in the same pass. Both start from the same state, and the bits of p, m, v and the bf16
-parameters are compared after every repetition. For comparison, fp32 memory is read and written in place, which shows
-the bandwidth of host memory. The variants run one after the other in each repetition, in an order that alternates.
+gradient and does the rest in the same pass, also with bf16 masters and with bf16 states. Stock and ours with fp32
+states start from the same state, and their bits are compared after every repetition. For comparison, fp32 memory is
+read and written in place, which shows the bandwidth of host memory. The variants run one after the other in each
+repetition, with and without clipping, in an order that alternates.
 
-If both are limited by host memory, they differ by their bytes per parameter, 42 and 28, and by a little more, since
-stock's rounding also reads the memory that it overwrites.
+An update that is limited by host memory takes as long as it moves bytes: 42 per parameter with stock; 28 with ours, 22
+with bf16 masters and 14 with bf16 states.
 """
 
 from __future__ import annotations
@@ -14,45 +15,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from benchmarks.harness.rows import Row
-from benchmarks.harness.targets import MEMORY_SHARE
+from benchmarks.harness.rows import BF16_SPEEDUP, BIT_IDENTICAL, MEMORY_SHARE, UPDATE_SPEEDUP, Row
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamKernel, AdamStep
+from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, STATE_DTYPES, AdamStep, StateDtypes
 from deep_opt_states.device.kernels.choice import cpu_adam
 from deep_opt_states.device.kernels.fused import FusedAdam
-from deep_opt_states.runtime.state import UnitPart
 from deep_opt_states.runtime.state_memory import StateMemory
+from perf_model.prediction.cost import traffic_by_action
+from perf_model.schedule.action import ActionKind
+from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 
-BYTES_PER_PARAM = 28
-"""Host memory traffic of our update: p, m and v are read and written in fp32, the gradient is read and the parameter
-written in bf16."""
+FACTORS = {"no clipping": 1.0, "clipped": 0.37}
+"""The factor of the gradients by its name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamState:
-    """The fp32 parameters and moments, and the bf16 parameters."""
-
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    param: torch.Tensor
-
-    def differs_from(self, other: AdamState) -> list[str]:
-        """Return the names of the tensors whose bits differ."""
-        return [name for name, tensor in vars(self).items() if not torch.equal(tensor, getattr(other, name))]
-
-
-def step_of(number: int) -> AdamStep:
+def step_of(number: int, grad_scale: float = FACTORS["clipped"]) -> AdamStep:
     """Return the hyperparameters of step ``number``, which counts from 1."""
     return AdamStep(
         step=number,
@@ -62,49 +49,40 @@ def step_of(number: int) -> AdamStep:
         eps=1e-8,
         weight_decay=0.01,
         bias_correction=True,
-        grad_scale=0.37,
+        grad_scale=grad_scale,
     )
 
 
-def fresh_state(numel: int) -> AdamState:
-    """Return a state as stock allocates it: PyTorch's allocator places each tensor separately."""
-    generator = torch.Generator().manual_seed(0)
-    return AdamState(
-        master=torch.randn(numel, generator=generator),
-        exp_avg=torch.zeros(numel),
-        exp_avg_sq=torch.zeros(numel),
-        param=torch.zeros(numel, dtype=torch.bfloat16),
-    )
+class TimedUpdate(Protocol):
+    """An update whose time is measured."""
 
+    def prepare(self) -> None:
+        """Do the work that has to precede an update and is not timed."""
 
-def in_slab(state: AdamState, gradient: torch.Tensor, kernel: AdamKernel) -> UnitPart:
-    """Return a copy of ``state`` as our training allocates it: in one slab, first touched by the kernel's threads."""
-    numel = gradient.numel()
-    plan = UpdatePlan(workload=Workload.from_numels([numel]), placements=(Placement.CPU,), num_slots=1)
-    memory = StateMemory(plan.workload, [state.param], torch.bfloat16, HostDevice())
-    memory.set_plan(plan)
-    (tensors,), (unit,) = memory.sub_groups, memory.units
-    kernel.zero(tensors.adam_tensors)
-    (part,) = unit.parts
-    part.master.copy_(state.master)
-    part.grad.copy_(gradient)
-    return part
+    def update(self, step: AdamStep) -> None:
+        """Update all parameters once."""
 
 
 class ThreePassUpdate:
-    """An update in the three passes that DeepSpeed's ``stage3.py`` makes.
+    """An update in the three passes that DeepSpeed's ``stage3.py`` makes, in memory of PyTorch's allocator.
 
     They are those of ``unscale_and_clip_grads``, ``optimizer.step()`` and ``copy_``.
     """
 
     def __init__(
-        self, state: AdamState, gradient: torch.Tensor, optimizer: Callable[..., torch.optim.Optimizer]
+        self, master: torch.Tensor, gradient: torch.Tensor, optimizer: Callable[..., torch.optim.Optimizer]
     ) -> None:
-        self.state = state
         self._gradient = gradient
-        self._master = torch.nn.Parameter(state.master)
-        self._master.grad = torch.empty_like(state.master)
+        self._master = torch.nn.Parameter(master.clone())
+        self._master.grad = torch.empty_like(master)
+        self._param = torch.zeros_like(master, dtype=torch.bfloat16)
         self._optimizer = optimizer([self._master], betas=DEFAULT_BETAS, weight_decay=0.01)
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Return p, m, v and the bf16 parameter."""
+        state = self._optimizer.state[self._master]
+        return [self._master.data, state["exp_avg"], state["exp_avg_sq"], self._param]
 
     def prepare(self) -> None:
         """Restore the gradient. In training, backward does this on the accelerator and over PCIe: it is not timed."""
@@ -117,37 +95,34 @@ class ThreePassUpdate:
         self._optimizer.param_groups[0]["lr"] = step.lr
         self._master.grad.mul_(step.grad_scale)
         self._optimizer.step()
-        self.state.param.copy_(self._master.data)
-
-
-class StockUpdate(ThreePassUpdate):
-    """The update of stock DeepSpeed, with DeepSpeedCPUAdam."""
-
-    def __init__(self, state: AdamState, gradient: torch.Tensor) -> None:
-        super().__init__(state, gradient, DeepSpeedCPUAdam)
-        # The op updates these tensors, so that their bits can be compared with those of ours.
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        self._optimizer.state[self._master] = {"step": 0, **moments}
-
-
-def fused_adam(threads: int) -> FusedAdam:
-    """Return our CPU kernel. Raise ``SystemExit`` if it cannot be compiled."""
-    choice = cpu_adam(1, DEFAULT_BETAS, adamw=True, num_threads=threads)
-    if not isinstance(choice.kernel, FusedAdam):
-        raise SystemExit(choice.why)
-    return choice.kernel
+        self._param.copy_(self._master.data)
 
 
 class FusedUpdate:
-    """Our update in a single pass."""
+    """Our update in a single pass, of states with ``dtypes`` in one slab that the kernel's threads touch first."""
 
-    def __init__(self, state: AdamState, gradient: torch.Tensor, threads: int) -> None:
-        self._kernel = fused_adam(threads)
-        self._tensors = tensors = in_slab(state, gradient, self._kernel).cpu_update().tensors
-        assert tensors.param is not None
-        self.state = AdamState(
-            master=tensors.master, exp_avg=tensors.exp_avg, exp_avg_sq=tensors.exp_avg_sq, param=tensors.param
-        )
+    def __init__(self, master: torch.Tensor, gradient: torch.Tensor, threads: int, dtypes: StateDtypes) -> None:
+        choice = cpu_adam(1, DEFAULT_BETAS, adamw=True, num_threads=threads, dtypes=dtypes)
+        assert isinstance(choice.kernel, FusedAdam), choice.why
+        self._kernel = choice.kernel
+        plan = UpdatePlan(workload=Workload.from_numels([master.numel()]), placements=(Placement.CPU,), num_slots=1)
+        params = [torch.zeros_like(master, dtype=torch.bfloat16)]
+        memory = self._memory = StateMemory(plan.workload, params, torch.bfloat16, HostDevice(), dtypes)
+        memory.set_plan(plan)
+        self._kernel.zero(memory.sub_groups[0].adam_tensors)
+        (part,) = memory.parts
+        part.master.copy_(master)
+        part.grad.copy_(gradient)
+        self._tensors = part.cpu_update().tensors
+        # As where a GPU trains: bf16 masters are published themselves, and fp32 ones are rounded to other memory.
+        if dtypes.master == params[0].dtype:
+            self._tensors = replace(self._tensors, param=None)
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Return p, m, v and the bf16 parameter, which must not be the master itself."""
+        assert self._tensors.param is not None
+        return [self._tensors.master, self._tensors.exp_avg, self._tensors.exp_avg_sq, self._tensors.param]
 
     def prepare(self) -> None:
         """Do nothing: the update does not change the gradient."""
@@ -156,16 +131,6 @@ class FusedUpdate:
         """Update all parameters with the fused kernel."""
         self._kernel.begin_step([step])
         self._kernel.update(0, self._tensors)
-
-
-class TimedUpdate(Protocol):
-    """An update whose time is measured."""
-
-    def prepare(self) -> None:
-        """Do the work that has to precede an update and is not timed."""
-
-    def update(self, step: AdamStep) -> None:
-        """Update all parameters once."""
 
 
 class InPlaceScaling:
@@ -193,47 +158,53 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def seconds_of(work: Callable[[AdamStep], None], step: AdamStep) -> float:
-    """Return the seconds that ``work(step)`` takes."""
-    start_s = time.perf_counter()
-    work(step)
-    return time.perf_counter() - start_s
-
-
 def compare(numel: int, threads: int, repetitions: int) -> Iterator[Row]:
     """Yield the rates and bandwidths of ``numel`` parameters, with ``threads`` threads for all variants."""
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    master, gradient = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator).bfloat16()
+    dtypes = dict(zip(WIDTHS_OF_STATES, STATE_DTYPES, strict=True))
     with torch_threads(threads):
-        stock = StockUpdate(fresh_state(numel), gradient)
-        ours = FusedUpdate(fresh_state(numel), gradient, threads)
+        stock = ThreePassUpdate(master, gradient, DeepSpeedCPUAdam)
+        ours = {states: FusedUpdate(master, gradient, threads, dtypes[states]) for states in dtypes}
         in_place = InPlaceScaling(numel)
         updates: dict[str, TimedUpdate] = {
             "stock": stock,
-            "ours": ours,
-            "torch fused": ThreePassUpdate(fresh_state(numel), gradient, partial(torch.optim.AdamW, fused=True)),
+            **ours,
+            "torch fused": ThreePassUpdate(master, gradient, partial(torch.optim.AdamW, fused=True)),
             "in place": in_place,
         }
-        seconds: dict[str, list[float]] = {name: [] for name in updates}
-        same = True
+        arms = [(name, clipping) for name in updates for clipping in FACTORS]
+        seconds: dict[tuple[str, str], list[float]] = {arm: [] for arm in arms}
+        count, same = dict.fromkeys(updates, 0), True
         for repetition in range(1 + repetitions):
-            step = step_of(1 + repetition)
-            for name in list(updates) if repetition % 2 else reversed(updates):
+            for name, clipping in arms if repetition % 2 else reversed(arms):
+                count[name] += 1
+                step = step_of(count[name], FACTORS[clipping])
                 updates[name].prepare()
-                elapsed_s = seconds_of(updates[name].update, step)
+                start_s = time.perf_counter()
+                updates[name].update(step)
+                elapsed_s = time.perf_counter() - start_s
                 if repetition > 0:  # the first repetition warms up
-                    seconds[name].append(elapsed_s)
-            same = same and not ours.state.differs_from(stock.state)
+                    seconds[name, clipping].append(elapsed_s)
+            pairs = zip(ours["fp32"].states, stock.states, strict=True)
+            same = same and all(torch.equal(tensor, expected) for tensor, expected in pairs)
+    for clipping in FACTORS:
+        setting = {"parameters": numel, "threads": threads, "gradients": clipping}
+        rates = {name: [numel / elapsed_s for elapsed_s in seconds[name, clipping]] for name in updates}
+        # In place, three fp32 numbers per parameter are read and written.
+        available = [2 * in_place.memory.nbytes / numel * rate for rate in rates.pop("in place")]
+        memory = partial(Row, variant="host memory, in place", setting=setting)
+        yield memory(quantity="bandwidth", unit="bytes/s", samples=available)
+        for name, of_name in rates.items():
+            variant = f"CPU, ours, states {name}" if name in ours else f"CPU, {name}"
+            row = partial(Row, variant=variant, setting=setting)
+            yield row(quantity="update rate", unit="parameters/s", samples=of_name)
+            if name in ours:
+                for quantity, base in ((UPDATE_SPEEDUP, "stock"), (BF16_SPEEDUP, "fp32")):
+                    ratios = [rate / of_base for rate, of_base in zip(of_name, rates[base], strict=True)]
+                    yield row(quantity=quantity, unit="times", samples=ratios)
+                moved = traffic_by_action(WIDTHS_OF_STATES[name])[ActionKind.CPU_STEP].dram
+                shares = [moved * rate / bandwidth for rate, bandwidth in zip(of_name, available, strict=True)]
+                yield row(quantity=MEMORY_SHARE, unit="share", samples=shares)
     setting = {"parameters": numel, "threads": threads}
-    speedups = [stock_s / ours_s for stock_s, ours_s in zip(seconds["stock"], seconds["ours"], strict=True)]
-    in_place_bytes_per_s = [2 * in_place.memory.nbytes / elapsed_s for elapsed_s in seconds["in place"]]
-    ours_bytes_per_s = [BYTES_PER_PARAM * numel / elapsed_s for elapsed_s in seconds["ours"]]
-    shares = [reached / available for reached, available in zip(ours_bytes_per_s, in_place_bytes_per_s, strict=True)]
-    for name in ("stock", "ours", "torch fused"):
-        rates = [numel / elapsed_s for elapsed_s in seconds[name]]
-        yield Row(variant=f"CPU, {name}", quantity="update rate", unit="parameters/s", samples=rates, setting=setting)
-    ours_row, memory = partial(Row, variant="CPU, ours", setting=setting), "host memory, in place"
-    yield ours_row(quantity="update speedup over stock", unit="times", samples=speedups)
-    yield ours_row(quantity="bandwidth", unit="bytes/s", samples=ours_bytes_per_s)
-    yield ours_row(quantity=MEMORY_SHARE, unit="share", samples=shares)
-    yield ours_row(quantity="bit-identical to stock", value=same, claimed=True)
-    yield Row(variant=memory, quantity="bandwidth", unit="bytes/s", samples=in_place_bytes_per_s, setting=setting)
+    yield Row(variant="CPU, ours, states fp32", quantity=BIT_IDENTICAL, value=same, claimed=True, setting=setting)

@@ -14,10 +14,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.emulated import start_device
 from benchmarks.emulated.arms import NEVER_CLIPS, SHARED
-from benchmarks.emulated.run import SmallModel
-from benchmarks.emulated.scaled_run import ScaledRun
+from benchmarks.emulated.run import EmulatedRun, SmallModel, start_device
 from benchmarks.emulated.turns import Arm
 from benchmarks.harness.interleaved_runs import ADAPTING, engine_for, weights_digest
 from benchmarks.harness.variants import STOCK, Variant, ours
@@ -33,7 +31,7 @@ MARGIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemonstratedRun(ScaledRun):
+class DemonstratedRun(EmulatedRun):
     """A run whose emulated seconds are those of the machine: page, picture and table show the same seconds."""
 
     @property

@@ -3,23 +3,26 @@
 One rank of the run is emulated. Each parameter of the small model stands for ``scale`` parameters of the rank, so the
 emulated machine has the rates of the preset divided by ``scale``: then an update of the small model takes as long as
 one of the run. All seconds are multiplied by ``slowdown``, so that the Python code, which runs at the speed of this
-machine, takes a small part of them.
+machine, takes a small part of them. The memory of the GPU, the gigabytes of the default margin, and the unit sizes that
+the planner chooses from are also divided by ``scale``: then the plugin measures and plans as users have it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
+
+import deepspeed
 
 from benchmarks.emulated.host_passes import HostPasses
 from benchmarks.harness.setting import TrainingSetting
+from deep_opt_states.zero.start import devices, planning
 from examples.common.byte_gpt import Shape
+from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.prediction.slowdown import Slowdown
@@ -31,7 +34,9 @@ from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import TRAINING_SHARE
 from perf_model.training_run.training_memory import DEFAULT_SIZES
-from tests.software_gpu import plugged, settings
+from perf_model.units import GB
+from tests.software_gpu import device, plugged, settings
+from tests.software_gpu.process_group import BACKEND, register_backend
 
 SHARE_FOR_UPDATES = 0.1
 """The share of GPU memory for a planned update, which leaves the rest to training."""
@@ -46,8 +51,18 @@ LARGEST_PERSISTENT = 1000
 """The norms of the small model have at most so many elements. DeepSpeed keeps them gathered, as those of the run."""
 
 
+LAG = "longest lag of this machine in an EMULATED iteration"
+"""The quantity that shows how far the Python code kept this machine behind the emulated one."""
+
 MEASURED_SLOWDOWN = Slowdown(cpu=0.53)
 """A forward of 340 ms took 724 ms beside updates on the CPU of an H100's host. Copies were not measured."""
+
+
+def start_device() -> None:
+    """Load the software GPU and start the collectives of this rank. Call this once per process."""
+    device.register()
+    register_backend()
+    deepspeed.init_distributed(dist_backend=BACKEND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,28 +172,42 @@ class EmulatedRun:
         return min(1.0, DEFAULT_SIZES.reduce_bucket / self.job.shape.numel)
 
     @property
-    def gpu_memory_gb(self) -> float:
-        """Return the GPU memory that a planned update of the small model may use."""
+    def free_gb(self) -> float:
+        """Return the gigabytes of each GPU that training leaves for the states."""
         assert self.profile.gpu_memory_bytes is not None
-        return self.gpu_memory_share * self.profile.gpu_memory_bytes / self.scale / 1e9
+        return self.gpu_memory_share * self.profile.gpu_memory_bytes / GB
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the memory of the scaled GPU."""
+        assert self.profile.gpu_memory_bytes is not None
+        return round(self.profile.gpu_memory_bytes / self.scale)
+
+    @property
+    def scaled_profile(self) -> HardwareProfile:
+        """Return the profile that the scaled machine would measure. Its rates are below those that are plausible."""
+        per_s = 1 / (self.scale * self.slowdown)
+        factors = dict.fromkeys(self.profile.measurements, per_s)
+        factors["copy_latency_s"] = self.slowdown
+        # Planning does not read it: the windows of forward and backward are measured.
+        del factors["matmul_flops_per_s"]
+        rates = {name: Measurement(samples=(factor * self.profile.rate(name),)) for name, factor in factors.items()}
+        with mock.patch.object(HardwareProfile, "__post_init__", return_value=None):
+            return replace(self.profile, measurements=rates, gpu_memory_bytes=self.memory_bytes, host_memory_bytes=None)
+
+    @property
+    def scaled_unit_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of units that the planner chooses from, in parameters of the small model."""
+        return tuple(round(size / self.scale) for size in UNIT_SIZES)
 
     @contextmanager
-    def profile_for_planning(self) -> Iterator[Path]:
-        """Write the profile with which the plugin plans for the small model, and yield the path of the file.
+    def planned_by_plugin(self) -> Iterator[HostPasses]:
+        """Emulate the machine inside this context, in which the plugin itself plans and adapts.
 
-        The file has the rates of the machine, since a plan depends only on their ratios. The latency of a copy, which
-        is negligible in the run, would not be negligible for the small model, and is left out.
+        Yield the passes of CPU updates, which also take emulated time. The quick profile is that of the emulated
+        machine. It cannot be measured, because updates on the CPU take emulated time only inside the context of
+        ``HostPasses``. The GPU's memory is not limited.
         """
-        waived = Measurement(waived="negligible in the run that is emulated")
-        profile = replace(self.profile, measurements={**self.profile.measurements, "copy_latency_s": waived})
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "profile.json"
-            path.write_text(profile.to_json())
-            yield path
-
-    @contextmanager
-    def emulated(self) -> Iterator[HostPasses]:
-        """Emulate the machine inside this context. Yield the passes of CPU updates, which take emulated time, too."""
         cost, stock = (make(self.profile, self.widths) for make in (CostModel.from_profile, CostModel.for_stock))
         per_s = 1 / (self.scale * self.slowdown)
         rates = settings.MachineRates(
@@ -199,6 +228,9 @@ class EmulatedRun:
         with ExitStack() as patches:
             patches.enter_context(plugged.plugged(settings.Settings(rates=rates, execute_first=True, trace=True)))
             patches.enter_context(passes.applied())
+            patches.enter_context(mock.patch.object(planning, "quick_profile", return_value=self.scaled_profile))
+            patches.enter_context(mock.patch.object(planning, "UNIT_SIZES", self.scaled_unit_sizes))
+            patches.enter_context(mock.patch.object(devices, "GB", GB / self.scale))
             yield passes
 
     @property
@@ -214,8 +246,3 @@ class EmulatedRun:
     @property
     def _flops_per_s(self) -> float:
         return TRAINING_SHARE * self.profile.rate("matmul_flops_per_s")
-
-
-def load_average() -> float:
-    """Return how many threads wanted to run on this machine in the last minute."""
-    return os.getloadavg()[0]

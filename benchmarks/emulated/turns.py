@@ -1,13 +1,12 @@
 """Train all arms of a run on an EMULATED machine in turns, and measure emulated seconds.
 
 All engines exist at once. They warm up without emulated time, except those for which the plugin plans: their plan
-follows what it measures, and then stays. Then each arm trains for a few iterations in every turn,
+follows its measurements, and then stays. Then each arm trains for a few iterations in every turn,
 and the first iteration of a turn is not counted, since it follows no update that it could overlap with.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -49,11 +48,9 @@ class Arm:
 
     ``without_updates_s`` are iterations of the same engine without updates, if ``variant.measures_cost``.
 
-    ``idle_s`` is the time in which the computing stream ran no kernel. ``updates`` are those that the plugin has
-    reported, with their ``timelines`` and the ``phases`` of the model during them; stock has none. ``host_step_s`` is
-    the time of the training thread in ``engine.step()``, and ``adam_s`` the part of it in which stock's Adam ran.
-    ``cpu_s`` is CPU time of this machine, and ``lag_s`` the longest time by which this machine was behind the emulated
-    one in an iteration.
+    ``updates`` are those that the plugin has reported, with their ``timelines`` and the ``phases`` of the model during
+    them; stock has none. ``lag_s`` is the longest time in an iteration by which this machine was behind the emulated
+    one.
     """
 
     variant: Variant
@@ -65,13 +62,9 @@ class Arm:
     iteration_s: list[float] = field(default_factory=list)
     without_updates_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
-    idle_s: list[float] = field(default_factory=list)
     updates: list[MeasuredUpdate] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     phases: list[Sequence[PhaseSpan]] = field(default_factory=list)
-    host_step_s: list[float] = field(default_factory=list)
-    adam_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
     lag_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     digest: str = ""
@@ -109,17 +102,11 @@ class Arm:
         pairs = zip(self.iteration_s, self.without_updates_s, strict=True)
         return [iteration_s - without_s for iteration_s, without_s in pairs]
 
-    @property
-    def _on_this_machine(self) -> tuple[list[float], ...]:
-        """Return the measurements that ``train`` adds to in every iteration."""
-        return (self.host_step_s, self.adam_s, self.cpu_s, self.lag_s)
-
     def train(self, setting: Any, iterations: int) -> None:
         """Train for some iterations. Each phase ends with a mark on the computing stream."""
         device.launch(lambda: None, "mark")
         losses = []
         for _ in range(iterations):
-            cpu_s = time.process_time()
             inputs, targets = batch_for(self.engine, setting, self._trained)
             self._trained += 1
             loss = self.engine(inputs, targets)
@@ -127,12 +114,8 @@ class Arm:
             self.engine.backward(loss)
             device.launch(lambda: None, "mark")
             losses.append(loss.detach())
-            start_s, adam_s = time.perf_counter(), self.passes.stock_adam_s
             self.engine.step()
-            self.host_step_s.append(time.perf_counter() - start_s)
-            self.adam_s.append(self.passes.stock_adam_s - adam_s)
             device.launch(lambda: None, "mark")
-            self.cpu_s.append(time.process_time() - cpu_s)
             self.lag_s.append(device.take_lag_s())
         if self.variant.block is not None:
             # Let the last update end, and be reported.
@@ -153,32 +136,26 @@ class Arm:
         device.take_spans()
         if self.variant.block is not None:
             self.plan = self.engine.optimizer.plan
-        for samples in self._on_this_machine:
-            samples.clear()
+        self.lag_s.clear()
         self._reported.clear()
 
     def take_turn(self, setting: Any, iterations: int) -> None:
         """Train for one iteration that is not counted, and then for ``iterations`` that are."""
         device.take_spans()
         device.take_lag_s()
-        uncounted = len(self.cpu_s)
+        uncounted = len(self.lag_s)
         self.train(setting, 1 + iterations)
-        for samples in self._on_this_machine:
-            del samples[uncounted]
+        del self.lag_s[uncounted]
         # No forward followed the last update.
         for update, timeline, phases in self._reported[:-1]:
             self.updates.append(update)
             self.timelines.append(timeline)
             self.phases.append(phases)
         self._reported.clear()
-        stream, marks = _stream_and_marks()
+        marks = _marks()
         ends_s = marks[:: len(PHASES)]
         for iteration, (start_s, end_s) in list(enumerate(pairwise(ends_s), start=1))[1:]:
-            busy_s = sum(
-                span.end_s - span.start_s for span in stream if _computes(span) and start_s <= span.start_s < end_s
-            )
             self.iteration_s.append(end_s - start_s)
-            self.idle_s.append(end_s - start_s - busy_s)
             self.step_s.append(end_s - marks[iteration * len(PHASES) - 1])
 
     def take_turn_without_updates(self, setting: Any, iterations: int) -> None:
@@ -186,21 +163,15 @@ class Arm:
         device.take_spans()
         with without_updates():
             self.train(setting, 1 + iterations)
-        for samples in (*self._on_this_machine, self.losses):
+        for samples in (self.lag_s, self.losses):
             del samples[-(1 + iterations) :]
-        _, marks = _stream_and_marks()
-        ends_s = marks[:: len(PHASES)]
+        ends_s = _marks()[:: len(PHASES)]
         self.without_updates_s += [end_s - start_s for start_s, end_s in pairwise(ends_s)][1:]
 
 
-def _stream_and_marks() -> tuple[list[device.TaskSpan], list[float]]:
-    """Return the spans of the computing stream since the last call, and the moments of the marks among them."""
-    stream = [span for span in device.take_spans() if span.stream == COMPUTING_STREAM]
-    return stream, [span.start_s for span in stream if span.name == "mark"]
-
-
-def _computes(span: device.TaskSpan) -> bool:
-    return not span.name.startswith(("copy H2D", "copy D2H", "mark", "wait"))
+def _marks() -> list[float]:
+    """Return the moments of the marks on the computing stream since the last call."""
+    return [span.start_s for span in device.take_spans() if span.stream == COMPUTING_STREAM and span.name == "mark"]
 
 
 def train_in_turns(run: EmulatedRun, variants: Sequence[Variant], passes: HostPasses, turns: Turns) -> list[Arm]:

@@ -15,16 +15,12 @@ from typing import Any
 
 from benchmarks.gpu.arms import MODELS, timed_jobs
 from benchmarks.gpu.processes import ArmOutcome, compile_kernels, run_jobs
-from benchmarks.harness.charts import Bars
-from benchmarks.harness.device import trains_on_gpu
-from benchmarks.harness.rows import Row, Waived
-from benchmarks.harness.targets import BIT_IDENTICAL, COST, COST_SHARE, RETAINED
+from benchmarks.harness.rows import BIT_IDENTICAL, COST, COST_SHARE, RETAINED, Row, Waived
+from benchmarks.harness.setting import trains_on_gpu
 from benchmarks.harness.variants import NO_OFFLOAD, STOCK
 
 TOKENS = {"tiny": (64, 32), "Qwen3-1.7B": (16_384, 8_192), "Qwen3-4B": (8_192, 2_048)}
 """Tokens per step by model: the larger number first, so that a plan never meets a larger need of memory."""
-
-CHART = Bars("iteration", RETAINED, COST_SHARE)
 
 Record = Mapping[str, Any]
 

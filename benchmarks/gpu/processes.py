@@ -49,7 +49,7 @@ class ArmOutcome:
 
 
 def compile_kernels() -> None:
-    """Compile all kernels of DeepSpeed and of the plugin side by side. A job compiles what is missing afterwards."""
+    """Compile all kernels of DeepSpeed and of the plugin side by side. A job compiles the missing ones afterwards."""
     variables = environment(DS_ACCELERATOR=os.environ["DS_ACCELERATOR"])
     commands = [list(BUILD.command), [sys.executable, "-c", FUSED_ADAM]]
     for finished in run_together(commands, free_port(), BUILD.limit_s, [variables] * len(commands)):

@@ -10,7 +10,7 @@ import gc
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,16 +25,11 @@ from deepspeed.accelerator import get_accelerator
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
 from benchmarks.harness.bf16_products import are_computed_in_fp32, compute_in_fp32
-from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.overrides import deterministic_algorithms, restored_process, without_updates
-from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.sizes import Repetitions
+from benchmarks.harness.setting import Repetitions, TrainingSetting, trains_on_gpu
 from benchmarks.harness.variants import Variant
-from deep_opt_states.report.record import ComparisonRow
 from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, PLANNED_STEPS
 from examples.common.byte_gpt import ByteGPT, StdlibText
-from perf_model.prediction.memory import MemoryKind
-from perf_model.prediction.timeline import Phase
 from perf_model.schedule.plan import UpdatePlan
 
 SEED = 17
@@ -50,9 +45,8 @@ ADAPTING = FIRST_STEPS + PLANNED_STEPS + 2
 class EngineRun:
     """The measurements of one run of a variant: seconds per iteration, without those that warm up.
 
-    ``forward_s`` and ``backward_s`` are the sums over all micro-batches of an iteration. The time that they wait for
-    the update before is not in them. It is in that update's ``exposed_s``, together with all of ``step()``.
-    ``hidden_s`` exists for our variants only.
+    ``forward_s`` and ``backward_s`` are the sums over all micro-batches of an iteration. They include the time
+    for which they wait for the last update, or are slowed down by it.
     """
 
     variant: Variant
@@ -64,18 +58,12 @@ class EngineRun:
     iteration_s: list[float] = field(default_factory=list)
     without_updates_s: list[float] = field(default_factory=list)
     """Seconds per iteration of the same engine without updates, if the variant measures the cost of the update."""
-    exposed_s: list[float] = field(default_factory=list)
-    hidden_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     digest: str = ""
     """Hash of the fp32 master weights, the same on all ranks."""
     gpu_peak_bytes: int = 0
     host_bytes: int = 0
     """Growth of this process's resident memory from before the engine was built until training is over."""
-    compared: list[ComparisonRow] = field(default_factory=list)
-    """Predicted and measured times, if the plugin predicts: with a plan, or with a profile in the config."""
-    pinned_bytes: int = 0
-    """Page-locked memory of this process, including DeepSpeed's."""
     configuration: str = ""
     """The description that ``Variant.verify`` returned."""
 
@@ -118,105 +106,40 @@ class StreamClock:
 
 
 def warm_up_iterations() -> int:
-    """Return the number of iterations before the ones that count: on a GPU, the plan follows what they measure."""
+    """Return the number of iterations before the ones that count: on a GPU, the plan follows their times."""
     return ADAPTING if trains_on_gpu() else WARM_UP
 
 
-def run_variant(variant: Variant, setting: TrainingSetting, iterations: int, *, any_plan: bool = False) -> EngineRun:
+def run_variant(variant: Variant, setting: TrainingSetting, iterations: int) -> EngineRun:
     """Train with a fresh engine and return the measurements.
 
-    With ``any_plan``, all iterations but the first count, whichever plan runs. Raise ``AssertionError`` if the engine
-    is not the variant's, or, without ``any_plan``, if another plan is adopted while iterations count.
+    Raise ``AssertionError`` if the engine is not the variant's, or if another plan is adopted while iterations count.
     """
-    warm_up = 1 if any_plan else warm_up_iterations()
+    warm_up = warm_up_iterations()
     run = EngineRun(variant, setting)
-    waits = ExposedWaits()
     before_bytes = psutil.Process().memory_info().rss
     with engine_for(variant, setting) as engine:
         run.configuration = variant.verify(engine)
-        if variant.block is not None:
-            waits.watch(engine.optimizer)
-        plans = _train(run, engine, setting, warm_up + iterations + 1, before_bytes, waits)
+        plans = _train(run, engine, setting, warm_up + iterations + 1, before_bytes)
         run.digest = weights_digest(engine)
         if variant.measures_cost:
             base = EngineRun(variant, setting)
             with without_updates():
-                plans += _train(base, engine, setting, 1 + iterations, before_bytes, ExposedWaits())
+                plans += _train(base, engine, setting, 1 + iterations, before_bytes)
             run.without_updates_s = base.iteration_s[1:]
         if plans:
             run.plan = plans[warm_up]
-            others = [str(other) for other in plans[warm_up:-1] if other is not run.plan]
-            if others and not any_plan:
+            if others := [str(other) for other in plans[warm_up:-1] if other is not run.plan]:
                 raise AssertionError(f"{variant.name}: {run.plan} was replaced by {others} while iterations counted")
-            run.compared = engine.optimizer.report.comparison()
-    # The last update is reported when the engine is destroyed.
-    waits.account(run)
-    for name in ("forward_s", "backward_s", "step_s", "iteration_s", "exposed_s", "hidden_s"):
+    for name in ("forward_s", "backward_s", "step_s", "iteration_s"):
         setattr(run, name, getattr(run, name)[warm_up:-1])
     return run
 
 
-class ExposedWaits:
-    """The time that the model waited for each update after ``step()`` had returned, by phase of the next iteration,
-    and the time that each update ran concurrently with the model."""
-
-    def __init__(self) -> None:
-        self._exposure: Any = None
-        self._in_step: list[int] = []
-        """Number of waits for each update when ``step()`` returned."""
-        self._by_forward: list[int] = []
-        """Number of waits for each update at the end of the next forward."""
-        self._in_forward_s: list[float] = []
-        self._in_backward_s: list[float] = []
-        self._hidden_s: list[float] = []
-
-    def watch(self, optimizer: Any) -> None:
-        """Record every update that ``optimizer`` reports from now on, and pass the report on."""
-        self._exposure, report = optimizer._running.exposure, optimizer.report
-        updated = report.updated
-
-        def record(phases: Any, timeline: Callable[[], Any]) -> None:
-            waits_s = [span.end_s - span.start_s for span in phases if span.phase is Phase.EXPOSED]
-            self._add(waits_s)
-            self._hidden_s.append(timeline().hidden_s(sum(waits_s)))
-            updated(phases, timeline)
-
-        report.updated = record
-
-    def after_step(self) -> None:
-        """Count the waits so far, once ``step()`` has returned."""
-        if self._exposure is not None:
-            self._in_step.append(self._exposure.waits.count)
-
-    def after_forward(self) -> None:
-        """Count the waits so far after the step's first forward: the next backward begins with the update's end."""
-        if len(self._by_forward) < len(self._in_step):
-            self._by_forward.append(self._exposure.waits.count)
-
-    def _add(self, waits_s: list[float]) -> None:
-        """Split the waits for the next reported update between forward and backward."""
-        update = len(self._in_forward_s)
-        in_step = self._in_step[update]
-        # No forward comes after the last one.
-        by_forward = (*self._by_forward, in_step)[update]
-        self._in_forward_s.append(sum(waits_s[in_step:by_forward]))
-        self._in_backward_s.append(sum(waits_s[by_forward:]))
-
-    def account(self, run: EngineRun) -> None:
-        """Set the exposed and hidden times of ``run``, and subtract each wait from its phase of the next iteration."""
-        none = [0.0] * len(run.step_s)
-        all_waits = (run.step_s, self._in_forward_s or none, self._in_backward_s or none)
-        run.exposed_s = [sum(waits_s) for waits_s in zip(*all_waits, strict=True)]
-        run.hidden_s = self._hidden_s
-        for phase_s, waits_s in ((run.forward_s, self._in_forward_s), (run.backward_s, self._in_backward_s)):
-            for iteration, wait_s in enumerate(waits_s[:-1], start=1):
-                phase_s[iteration] -= wait_s
-
-
-def try_run(variant: Variant, setting: TrainingSetting, iterations: int, *, any_plan: bool = False) -> EngineRun | str:
+def try_run(variant: Variant, setting: TrainingSetting, iterations: int) -> EngineRun | str:
     """Return the measurements of ``run_variant``, or the error in one line if the run fails."""
     try:
-        return run_variant(variant, setting, iterations, any_plan=any_plan)
+        return run_variant(variant, setting, iterations)
     except Exception as error:
         logging.getLogger(__name__).exception(variant.name)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -258,8 +181,6 @@ def engine_for(variant: Variant, setting: TrainingSetting) -> Iterator[Any]:
     if are_computed_in_fp32():
         compute_in_fp32()
     with restored_process(), deterministic_algorithms(), variant.overrides():
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_host_memory_stats()
         torch.manual_seed(SEED)
         with torch.device(get_accelerator().current_device_name()):
             model = ByteGPT(setting.shape)
@@ -275,7 +196,7 @@ def engine_for(variant: Variant, setting: TrainingSetting) -> Iterator[Any]:
             for tensor in tensors:
                 tensor.grad = None
                 storage = tensor.untyped_storage()
-                # Resizing frees the memory of all views, too. The slab of our variants is free already.
+                # Resizing also frees the memory of all views. The slab of our variants is free already.
                 if storage.resizable():
                     storage.resize_(0)
             del engine, tensors
@@ -331,7 +252,7 @@ def _large_tensors(engine: Any) -> Iterator[torch.Tensor]:
 
 
 def _train(
-    run: EngineRun, engine: Any, setting: TrainingSetting, iterations: int, before_bytes: int, waits: ExposedWaits
+    run: EngineRun, engine: Any, setting: TrainingSetting, iterations: int, before_bytes: int
 ) -> list[UpdatePlan]:
     """Train, and return the plan of each iteration; none if the variant has no plan."""
     is_planned = run.variant.block is not None
@@ -348,7 +269,6 @@ def _train(
             marks.append(clock.now())
             loss = engine(inputs, targets)
             marks.append(clock.now())
-            waits.after_forward()
             engine.backward(loss)
             marks.append(clock.now())
             losses.append(loss.detach())
@@ -356,14 +276,12 @@ def _train(
         marks.append(clock.now())
         if is_planned:
             plans.append(engine.optimizer.plan)
-        waits.after_step()
         moments.append(marks)
-    # Reading the state waits for a deferred update, so that it ends and is reported within this run.
+    # Reading the state waits for a deferred update, so that it ends within this run.
     if is_planned:
         _ = engine.optimizer.state
     accelerator.synchronize()
     run.host_bytes = psutil.Process().memory_info().rss - before_bytes
-    run.pinned_bytes = _pinned_bytes(run, engine)
     run.gpu_peak_bytes = accelerator.max_memory_allocated() or 0
     run.losses = [float(loss) for loss in losses]
     ends = [start, *(marks[-1] for marks in moments)]
@@ -376,17 +294,6 @@ def _train(
         # delays the next forward.
         run.iteration_s.append(clock.seconds(before, marks[-1]))
     return plans
-
-
-def _pinned_bytes(run: EngineRun, engine: Any) -> int:
-    """Return the peak of PyTorch's pinned allocator plus our slab, which is allocated outside of it."""
-    if not torch.cuda.is_available():
-        return 0
-    slab = 0
-    if run.variant.block is not None:
-        reserved = engine.optimizer.accounting_device.reserved
-        slab = sum(reservation.each_bytes for reservation in reserved if reservation.kind is MemoryKind.PINNED)
-    return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
 def weights_digest(engine: Any) -> str:

@@ -12,10 +12,9 @@ from unittest import mock
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from benchmarks.harness.device import trains_on_gpu
+from benchmarks.harness.setting import trains_on_gpu
 from deep_opt_states.device.kernels import choice
 from deep_opt_states.device.kernels.library import KernelUnavailable
-from deep_opt_states.host.machine import cores_of
 from deep_opt_states.zero.step.eager import EagerUpdates
 from deep_opt_states.zero.step.update import Update
 
@@ -87,7 +86,7 @@ def restored_process() -> Iterator[None]:
 def deterministic_algorithms() -> Iterator[None]:
     """Use only deterministic algorithms on a GPU, so that bits can be compared with stock's.
 
-    With the default algorithms, two runs of stock on a GPU differ. With ``warn_only=True`` they differ, too: attention
+    With the default algorithms, two runs of stock on a GPU differ. They also differ with ``warn_only=True``: attention
     then still uses cuDNN's kernel, or a nondeterministic backward. On the CPU, runs repeat their bits in any case.
     PyTorch raises ``RuntimeError`` for an operation that has no deterministic algorithm.
     """
@@ -108,21 +107,8 @@ def deterministic_algorithms() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = fills
 
 
-@contextmanager
-def bound_to_physical_cores() -> Iterator[None]:
-    """Bind this process as ``deepspeed --bind_cores_to_rank`` binds one rank.
-
-    There is one thread per physical core, on the first logical CPU of each core.
-    """
-    cores = cores_of(os.sched_getaffinity(0))
-    with restored_process():
-        _pin_all_threads({min(core.cpus) for core in cores})
-        torch.set_num_threads(len(cores))
-        yield
-
-
 def _pin_all_threads(cpus: set[int]) -> None:
-    """Pin the threads that exist already, too: they keep their own affinity when the process gets another one."""
+    """Pin also the threads that exist already: they keep their own affinity when the process gets another one."""
     for task in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), cpus)

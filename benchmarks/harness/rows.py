@@ -1,8 +1,8 @@
-"""Store results as rows: one JSON object per line, with the machine, the date and the commit of the measurement.
+"""Store results as rows: one JSON object per line, with the median, the spread and the number of samples.
 
-``BENCHMARKS`` lists every benchmark. Each is a module of ``benchmarks`` with two names: ``measure(quick=...)`` yields
-``Row`` objects or raises ``Waived``, and ``CHART`` selects the quantities to draw. ``docs/benchmarking.md`` shows how
-to add one.
+A line with ``run`` describes the machine, the versions and the commit of the lines after it, and a line with
+``setting`` their model and batches. ``BENCHMARKS`` lists every benchmark: a module of ``benchmarks`` whose
+``measure(quick=...)`` yields ``Row`` objects or raises ``Waived``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -29,42 +28,33 @@ RESULT_FILES = ("benchmarks/results", "tests/compat/results.json", "docs/compati
 """The results in the tree, and the page with their tables: a run that writes them leaves the code as it is."""
 
 QUICK_RESULTS = REPOSITORY / ".cache" / "benchmarks"
-"""The folder of quick runs. They measure nothing, and must not replace a trace that was measured."""
+"""The folder of quick runs, which measure nothing."""
 
 BENCHMARKS = {
-    "copy": "How fast are copies between host and accelerator, by direction and size?",
-    "adam": "How fast is one Adam update, on the CPU and on the GPU?",
-    "update_phase": "How long does the update take, compared with stock and DeepSpeed's other ways to offload?",
-    "overlap": "How much of the update is exposed, with overlap off, in backward, in forward, and in both?",
     "training_step": "How long does an iteration take, by phase, micro-batch, accumulation and model size?",
+    "update_phase": "How long does the update take, compared with stock and DeepSpeed's other ways to offload?",
+    "ablation": "How much speedup does each part of the plugin add?",
+    "adam": "How fast is one Adam update, on the CPU and on the GPU?",
+    "copy": "How fast are copies between host and accelerator, by direction and size?",
+    "hooks": "How much host time do the hooks take while no update is in flight?",
     "gpu": "How does the plugin compare with other ways to train 1.7 or 4 billion parameters on one GPU?",
     "gpu_bits": "Are losses and states bit-identical to stock's, with one rank and with two on one GPU?",
-    "ablation": "How much speedup does each part of the plugin add?",
-    "trace": "Where does the time of a step go?",
-    "exactness": "Are losses and weights identical to stock's over hundreds of steps?",
-    "model_error": "How accurate are the predictions, by placement?",
+    "emulated": "How long do stock and ours take on EMULATED machines and disks, and are the predictions near?",
     "published": "How near are predictions to the published runs of the original artifact?",
-    "planner": "How good are the plans, and how long does planning take?",
-    "overhead": "How much does the plugin cost where it cannot gain anything?",
-    "hooks": "How much host time do the hooks take while no update is in flight?",
-    "beside": "Why is forward slower beside an update, and by how much?",
-    "scaling": "How does the gain change with more ranks?",
-    "simulated_scaling": "How would the gain change on clusters of up to 512 GPUs? (SIMULATED)",
-    "slots": "Would more staging slots hide more of the update, and when is memory free for them? (EMULATED)",
-    "emulated": "How long do stock and ours take on EMULATED machines, and what does the model predict?",
-    "disk": "How long does an update with states on disk take, compared with stock's swapper? (EMULATED)",
-    "reliability": "Do runs survive kills, malformed input and thousands of steps, and does a long search find a race?",
 }
-"""The question that each benchmark answers."""
 
 EMULATED = "EMULATED"
 """The word in the quantity of every row whose seconds are those of an emulated machine."""
 
-SIMULATED = "SIMULATED"
-"""The variant of rows that ``perf_model`` predicts, for machines on which nothing runs."""
+UPDATE_SPEEDUP, ITERATION_SPEEDUP = "update speedup over stock", "iteration speedup over stock"
+COST, COST_SHARE, RETAINED = "cost of the update", "cost / stock's cost", "retained"
+BF16_SPEEDUP, MEMORY_SHARE = "update speedup over fp32 states", "share of the in-place bandwidth"
+ERROR = "prediction error"
+BIT_IDENTICAL = "bit-identical to stock"
+"""The quantity of the rows that compare losses and weights with stock's."""
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "torchao")
-"""The packages whose versions each row records."""
+"""The packages whose versions each run records."""
 
 
 class Waived(Exception):
@@ -76,8 +66,7 @@ class Row:
     """One result: the ``samples`` of a ``quantity`` in ``unit``, measured for a ``variant`` in a ``setting``.
 
     A result that is no number has a ``value`` instead of samples, and a result that this machine cannot measure has
-    the reason in ``waived``. If a ``claimed`` value is False, the run of the benchmark fails. ``trace`` is a gzipped
-    Chrome trace: it is written to a file next to the rows, whose name becomes the value.
+    the reason in ``waived``. If a ``claimed`` value is False, the run of the benchmark fails.
     """
 
     variant: str
@@ -87,12 +76,11 @@ class Row:
     value: str | bool | None = None
     waived: str | None = None
     claimed: bool = False
-    trace: bytes | None = None
     setting: Mapping[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the row without the description of the machine. ``failed`` marks a claim that does not hold."""
-        row: dict[str, object] = {"setting": dict(self.setting), "variant": self.variant, "quantity": self.quantity}
+        """Return the row without its setting. ``failed`` marks a claim that does not hold."""
+        row: dict[str, object] = {"variant": self.variant, "quantity": self.quantity}
         if self.waived is not None:
             return {**row, "waived": self.waived}
         if self.value is not None:
@@ -101,14 +89,12 @@ class Row:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, and the 20th and 80th percentile by nearest rank."""
+    """Return the median and, of more than one value, the 20th and 80th percentile by nearest rank."""
     ordered = sorted(values)
     last = len(ordered) - 1
+    if last == 0:
+        return {"median": ordered[0]}
     return {"median": median(ordered), "p20": ordered[round(0.2 * last)], "p80": ordered[round(0.8 * last)]}
-
-
-COMPLETE = "complete"
-"""The quantity of the last row of a run that was not stopped."""
 
 
 class Results:
@@ -119,7 +105,7 @@ class Results:
         gpu = None if os.environ.get("DS_ACCELERATOR") == "cpu" else machine.gpu()
         self.path = folder / f"{benchmark}.jsonl"
         self.rows: list[dict[str, Any]] = []
-        self._described = {
+        self._run = {
             "benchmark": benchmark,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "commit": commit(),
@@ -131,30 +117,61 @@ class Results:
             "gpu_memory_bytes": None if gpu is None else gpu.memory_bytes,
             "versions": {"python": platform.python_version()} | _versions(),
         }
+        self._setting: Mapping[str, object] | None = None
 
     def add(self, row: Row) -> None:
-        """Append ``row`` to the file and to ``rows``; write its trace, if it has one, to a file of its own."""
+        """Append ``row`` to the file and to ``rows``."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if row.trace is not None:
-            name = f"{self.path.stem}-{machine_of(self._described)}-{file_name_of(row.variant)}.json.gz"
-            self.path.with_name(name).write_bytes(row.trace)
-            row = replace(row, value=name)
-        described = {**self._described, **row.as_dict()}
-        self.rows.append(described)
-        self._write(described)
-
-    def finish(self) -> None:
-        """Append the row that marks the run as complete."""
-        self._write({**self._described, "setting": {}, "variant": "", "quantity": COMPLETE, "value": True})
-
-    def _write(self, described: dict[str, Any]) -> None:
         with self.path.open("a") as results:
-            results.write(json.dumps(described) + "\n")
+            if not self.rows:
+                results.write(line({"run": self._run}))
+            if row.setting != self._setting:
+                self._setting = row.setting
+                results.write(line({"setting": dict(row.setting)}))
+            results.write(line(row.as_dict()))
+        self.rows.append({**self._run, "setting": dict(row.setting), **row.as_dict()})
+
+
+def line(entry: Mapping[str, object]) -> str:
+    """Return a line of a file of rows: numbers of rows have five digits, which is more than any of them repeats."""
+    rounded = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in entry.items()}
+    return json.dumps(rounded, separators=(",", ":")) + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the rows of a file, each with the description of its run and its setting."""
+    run: dict[str, Any] = {}
+    setting: dict[str, Any] = {}
+    rows = []
+    for text in path.read_text().splitlines():
+        entry = json.loads(text)
+        if "run" in entry:
+            run, setting = entry["run"], {}
+        elif "setting" in entry:
+            setting = entry["setting"]
+        else:
+            rows.append({**run, "setting": setting, **entry})
+    return rows
+
+
+def last_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of the last run of each benchmark in each setting on each kind of machine, without quick runs.
+
+    Machines without a GPU are of one kind if they have as many cores. An EMULATED machine is in the setting.
+    """
+    runs: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for name in BENCHMARKS:
+        path = folder / f"{name}.jsonl"
+        for row in read_rows(path) if path.exists() else []:
+            if not row["quick"]:
+                setting = row["setting"]
+                kind = None if "machine" in setting else row["gpu"] or row["cores"]
+                key = name, kind, json.dumps(setting)
+                if key not in runs or runs[key][0]["date"] != row["date"]:
+                    runs[key] = []
+                runs[key].append(row)
+    # A run may measure the same quantity twice: the later one counts.
+    return [row for rows in runs.values() for row in {(row["variant"], row["quantity"]): row for row in rows}.values()]
 
 
 _FORMATS: Mapping[str, Callable[[float], str]] = {
@@ -175,36 +192,12 @@ def format_row(row: Mapping[str, Any]) -> tuple[str, str]:
     if "value" in row:
         value = row["value"]
         return ("yes" if value else "no") if isinstance(value, bool) else value, ""
-    median, low, high = (_format_number(row[name], row["unit"]) for name in ("median", "p20", "p80"))
-    return median, f"{low} to {high}" if row["samples"] > 1 else ""
-
-
-def format_with_spread(row: Mapping[str, Any]) -> str:
-    """Return the median with its spread in parentheses, or the value."""
-    value, spread = format_row(row)
-    return f"{value} ({spread})" if spread else value
+    median, *ends = (_format_number(row[name], row["unit"]) for name in ("median", "p20", "p80") if name in row)
+    return median, " to ".join(ends)
 
 
 def _format_number(value: float, unit: str) -> str:
     return _FORMATS[unit](value) if unit in _FORMATS else f"{value:.4g} {unit}".strip()
-
-
-def machine_of(row: Mapping[str, Any]) -> str:
-    """Return the machine's name for file names. Rows are compared only with rows of the same machine."""
-    return file_name_of(f"{row['gpu'] or row['cpu']} {row['cores']}")
-
-
-def file_name_of(text: str) -> str:
-    """Return ``text`` in lower case, with hyphens for everything that is no letter or digit."""
-    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def format_setting(key: str, value: object) -> str:
-    """Return one entry of a setting as text, such as "micro batch 8"."""
-    words = key.replace("_", " ")
-    if isinstance(value, bool):
-        return words if value else f"not {words}"
-    return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value}"
 
 
 def _versions() -> dict[str, str]:

@@ -7,11 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.harness.bf16_products import are_computed_in_fp32
-from benchmarks.harness.device import trains_on_gpu
 from benchmarks.harness.interleaved_runs import EngineRun, InterleavedRuns
-from benchmarks.harness.rows import Row
-from benchmarks.harness.setting import TrainingSetting
-from benchmarks.harness.targets import BIT_IDENTICAL, COST, COST_SHARE, ITERATION_SPEEDUP, RETAINED
+from benchmarks.harness.rows import BIT_IDENTICAL, COST, COST_SHARE, ITERATION_SPEEDUP, RETAINED, Row
+from benchmarks.harness.setting import TrainingSetting, trains_on_gpu
 from benchmarks.harness.variants import STOCK, Variant
 
 
@@ -75,13 +73,7 @@ def phase_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **lab
     """Yield the seconds of an iteration and of its phases, the speedup, and whether the bits are stock's."""
     yield Row(quantity="forward", unit="s", samples=all_samples(runs, "forward_s"), **labels)
     yield Row(quantity="backward", unit="s", samples=all_samples(runs, "backward_s"), **labels)
-    exposed_s = all_samples(runs, "exposed_s")
-    yield Row(quantity="update exposed", unit="s", samples=exposed_s, **labels)
-    pairs = zip(exposed_s, all_samples(stock_runs, "step_s"), strict=True)
-    shares = [sample_s / stock_s for sample_s, stock_s in pairs]
-    yield Row(quantity="exposed / stock's update", unit="share", samples=shares, **labels)
-    if hidden_s := all_samples(runs, "hidden_s"):
-        yield Row(quantity="update hidden", unit="s", samples=hidden_s, **labels)
+    yield Row(quantity="step()", unit="s", samples=all_samples(runs, "step_s"), **labels)
     yield Row(quantity="iteration", unit="s", samples=all_samples(runs, "iteration_s"), **labels)
     ratios = speedups(runs, stock_runs, "iteration_s")
     yield Row(quantity=ITERATION_SPEEDUP, unit="times", samples=ratios, **labels)

@@ -11,9 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.harness.device import trains_on_gpu
-from benchmarks.harness.overrides import bound_to_physical_cores, stocks_cpu_kernel
-from benchmarks.harness.setting import TrainingSetting
+from benchmarks.harness.overrides import stocks_cpu_kernel
+from benchmarks.harness.setting import TrainingSetting, trains_on_gpu
 from deep_opt_states.host import machine
 from perf_model.schedule.host_layout import KEYS_OF_STATES
 from perf_model.units import GB
@@ -135,9 +134,6 @@ STOCK = Variant(name="stock")
 """DeepSpeed's defaults. The sub-group size is the setting's for all variants: norms are summed per sub-group, so no
 variant could be bit-identical with other sub-groups."""
 
-STOCK_BOUND_TO_CORES = Variant(name="stock, bound to cores", exact=False, overrides=bound_to_physical_cores)
-"""Not exact, since PyTorch sums in another order with another number of threads."""
-
 STOCK_UNCLIPPED = Variant(name="stock, no clipping", clipping=0.0, exact=False)
 """The variant that SuperOffload without clipping is compared with."""
 
@@ -196,7 +192,7 @@ def competitors(setting: TrainingSetting) -> tuple[Variant, ...]:
     The variants of the targets come right after stock: if other users share the machine's memory, its bandwidth may
     change within seconds.
     """
-    others = (STOCK_BOUND_TO_CORES, STOCK_UNCLIPPED, twin_flow(setting), SUPER, SUPER_UNCLIPPED, ZENFLOW)
+    others = (STOCK_UNCLIPPED, twin_flow(setting), SUPER, SUPER_UNCLIPPED, ZENFLOW)
     return (STOCK, ALL_CPU, *others, STRIDE_2, ALL_STREAMED, PLANNED)
 
 

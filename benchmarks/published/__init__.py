@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
 from benchmarks.published.comparison import (
     LINE,
@@ -27,8 +26,6 @@ from benchmarks.published.comparison import (
 )
 from benchmarks.published.runs import QUANTITIES, read_runs
 from perf_model.presets.comparison import LARGER_MODELS
-
-CHART = Bars(*(f"{quantity}, error" for quantity in QUANTITIES))
 
 SHOWN_ERRORS = "the errors that plan prints are those of its rules"
 
@@ -67,10 +64,6 @@ def _rows_of(split: str, found: RunComparison) -> Iterator[Row]:
         yield Row(
             variant=f"{split}: {RULES_OF_PLAN}", quantity=SHOWN_ERRORS, value=shown == LARGER_MODELS, claimed=True
         )
-    for group, rates in found.rates.items():
-        for name in rates.determined:
-            variant = f"{split}: {', '.join(map(str, group))}"
-            yield Row(variant=variant, quantity=f"fitted {name}", samples=[rates.values[name]])
 
 
 def _errors(variant: str, quantity: str, errors: Sequence[float]) -> Iterator[Row]:

@@ -64,7 +64,7 @@ NODES = SettingSplit(name="more nodes", key=lambda run: (run.machine, run.ranks_
 class Prediction:
     """The prediction of one run; ``fitted``: the rates were fitted to its setting.
 
-    ``seconds`` are those of each quantity by ``MODEL``, and by what it is compared with, where that applies.
+    ``seconds`` are those of each quantity by ``MODEL``, and by the others where they apply.
     """
 
     run: MeasuredRun

@@ -53,7 +53,7 @@ class MeasuredRun:
 
     @property
     def trained(self) -> tuple[str, RunSetting, int, int]:
-        """Return what the run trains: all runs of one setting are fitted, or none of them."""
+        """Return the machine and the setting: all runs of one setting are fitted, or none of them."""
         return self.machine, self.setting, self.micro_batch, self.accumulation
 
     @property

@@ -87,8 +87,8 @@ def side_by_side(chosen: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def measure_parts() -> list[Part]:
-    """Return the parts of ``make gpu-measure``: small benchmarks at full effort, and the targets of ``model_error``."""
-    benchmarks = {"copy": 45, "adam": 60, "overlap": 90, "model_error": 115}
+    """Return the parts of ``make gpu-measure``: small benchmarks at full effort."""
+    benchmarks = {"copy": 45, "adam": 90}
     return [BUILD, *(_benchmark(name, limit_s) for name, limit_s in benchmarks.items())]
 
 

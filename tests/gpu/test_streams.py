@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks.harness.rows import spread
-from benchmarks.harness.small_copies import DIRECTIONS, SmallCopies
 from deep_opt_states.device.cuda import CHUNK_BYTES, CudaDevice
 from deep_opt_states.runtime.executor import Executor
 from perf_model.schedule.placement import Placement
@@ -21,6 +20,7 @@ from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
 from tests.gpu.figures import figure
 from tests.gpu.kernels import triton_adam
+from tests.gpu.small_copies import DIRECTIONS, SmallCopies
 from tests.gpu.updates import (
     cuda_states,
     deferred,

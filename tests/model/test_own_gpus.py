@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache
 from statistics import median
 
+from benchmarks.harness.rows import read_rows
 from perf_model.planner import evaluate, in_forward_order
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP
@@ -81,8 +82,7 @@ def outcome(found: Forecast, name: str) -> PredictedIteration:
 def errors_of_1b() -> Errors:
     """Return the relative errors of the settings of ``python -m benchmarks training_step`` on GPUs."""
     settings: dict[tuple[str, str, str], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for line in (DATA.parent / "results/training_step.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(DATA.parent / "results/training_step.jsonl"):
         if row["gpu"] is not None and "median" in row:
             of_variant = settings[row["gpu"], row["date"], json.dumps(row["setting"])][row["variant"]]
             of_variant[row["quantity"]] = row["median"]

@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 
-from benchmarks.planner.annealing import anneal
-from benchmarks.planner.window_settings import WindowSetting, all_settings, window_settings
 from perf_model import planner
 from perf_model.planner import MAX_UNITS, UNIT_SIZES, PlannedUpdate, evaluate, plan_units
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, memory_of
@@ -15,7 +13,9 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
+from tests.model.annealing import anneal
 from tests.model.costs import cost
+from tests.model.window_settings import WindowSetting, all_settings, window_settings
 from tests.tiers import thorough
 
 SETTINGS = (
@@ -44,7 +44,6 @@ def iteration_s(exposed_s: float, setting: WindowSetting) -> float:
     "setting", [SETTINGS[0], *map(thorough, SETTINGS[1:3]), SETTINGS[3], HIDES_ALMOST_EVERYTHING], ids=str
 )
 def test_a_short_annealing_shortens_the_iteration_by_one_percent_at_most(setting: WindowSetting) -> None:
-    """Anneal with few simulations; ``python -m benchmarks planner`` anneals 60 settings for longer."""
     _, planned = planned_for(setting)
     annealed = anneal(300, planned.plan, setting)
     assert annealed.simulations == 300

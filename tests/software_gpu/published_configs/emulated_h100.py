@@ -36,8 +36,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.emulated.host_passes import HostPasses
-from benchmarks.emulated.run import SmallModel
-from benchmarks.emulated.scaled_run import ScaledRun
+from benchmarks.emulated.run import EmulatedRun, SmallModel
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PARAM_BYTES
 from tests.software_gpu import settings
@@ -95,7 +94,7 @@ class SmallLlama(SmallModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class H100Run(ScaledRun):
+class H100Run(EmulatedRun):
     """A training run of Llama-3-8B on ``ranks`` H100s of one node."""
 
     machine: str = "h100-pcie5"

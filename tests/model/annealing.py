@@ -7,16 +7,14 @@ neighbours or the number of slots. A change for the worse is accepted with a pro
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.planner.window_settings import WindowSetting
 from perf_model.prediction.memory import memory_of
 from perf_model.prediction.simulate import Simulator
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from tests.model.window_settings import WindowSetting
 
 MOST_SLOTS = 8
 MAX_BLOCK = 12
@@ -33,19 +31,8 @@ class Annealed:
     simulations: int
 
 
-def anneal_for(seconds: float, plan: UpdatePlan, setting: WindowSetting) -> Annealed:
-    """Anneal for ``seconds`` of CPU time."""
-    start_s = time.process_time()
-    return _anneal(lambda _: (time.process_time() - start_s) / seconds, plan, setting)
-
-
 def anneal(simulations: int, plan: UpdatePlan, setting: WindowSetting) -> Annealed:
-    """Anneal with at most ``simulations`` simulations; the result depends on nothing but the arguments."""
-    return _anneal(lambda done: done / simulations, plan, setting)
-
-
-def _anneal(progress: Callable[[int], float], plan: UpdatePlan, setting: WindowSetting) -> Annealed:
-    """Anneal until ``progress``, given the number of simulations, is 1. The order is always forward's."""
+    """Anneal with at most ``simulations`` simulations. The order is always forward's."""
     budgets, windows, setup = setting.budgets, setting.windows, setting.job.setup
     simulator, random = Simulator(setting.cost, windows), Random(0)
 
@@ -58,7 +45,7 @@ def _anneal(progress: Callable[[int], float], plan: UpdatePlan, setting: WindowS
     temperature_s = FIRST_TEMPERATURE * present_s
     done, refused = 1, 0
     # Where hardly a change fits, the search ends.
-    while (passed := progress(done)) < 1.0 and refused < 10_000:
+    while (passed := done / simulations) < 1.0 and refused < 10_000:
         candidate = _changed(present, random)
         if candidate == present or budgets.missing(memory_of(candidate, setup)):
             refused += 1

@@ -14,15 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.emulated import start_device
 from benchmarks.emulated.arms import NEVER_CLIPS, SHARED
-from benchmarks.emulated.run import SmallModel, load_average
-from benchmarks.emulated.scaled_run import ScaledRun
+from benchmarks.emulated.run import LAG, EmulatedRun, SmallModel
 from benchmarks.emulated.throttled_disk import ThrottledDisk, swapper_on
 from benchmarks.emulated.turns import Arm, Turns, train_in_turns
-from benchmarks.harness.charts import Bars
-from benchmarks.harness.rows import Row
-from benchmarks.harness.targets import ON_DISK, UPDATE_PER_BYTES, UPDATE_PER_STOCK
+from benchmarks.harness.rows import BIT_IDENTICAL, EMULATED, Row
 from benchmarks.harness.variants import STOCK, Variant, ours
 from perf_model.prediction.cost import DiskRates
 from perf_model.schedule.cutting import DISK_UNIT_SIZE
@@ -33,26 +29,25 @@ DISKS = {
 }
 """SSDs of PCIe 4 that lose nothing if they read and write at once, and that gain nothing."""
 
-RUN = ScaledRun(machine="rtx4090", ranks=1, small=SmallModel(layers=8, width=512, sub_group_size=2_000_000))
+RUN = EmulatedRun(machine="rtx4090", ranks=1, small=SmallModel(layers=8, width=512, sub_group_size=2_000_000))
 
 PIPELINED = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
 """Stock then reads the next sub-group and writes the last one meanwhile. Off by default."""
 
-ITERATION, UPDATE = "EMULATED iteration", "EMULATED update"
-
-CHART = Bars(ITERATION, UPDATE)
+ON_DISK = "plugin, states on disk"
+ITERATION, UPDATE = f"{EMULATED} iteration", f"{EMULATED} update"
+PER_STOCK, PER_BYTES = "stock's", "seconds of its bytes"
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
     """Yield the seconds of an iteration and of an update of each arm, and those of the bytes that it moves."""
-    start_device()
     run = replace(RUN, small=SmallModel(layers=2, sub_group_size=500_000)) if quick else RUN
     turns = Turns(turns=1, iterations=1) if quick else Turns(turns=3, iterations=2)
     for name in list(DISKS)[:1] if quick else DISKS:
         yield from _measure_disk(run, turns, name)
 
 
-def _measure_disk(run: ScaledRun, turns: Turns, name: str) -> Iterator[Row]:
+def _measure_disk(run: EmulatedRun, turns: Turns, name: str) -> Iterator[Row]:
     with TemporaryDirectory() as folder, run.planned_by_plugin() as passes, ExitStack() as disks:
         per_s = 1 / (run.scale * run.slowdown)
         rates = DiskRates(*(per_s * rate for rate in DISKS[name]))
@@ -62,10 +57,8 @@ def _measure_disk(run: ScaledRun, turns: Turns, name: str) -> Iterator[Row]:
         of_plugin = throttled[-1]
         disks.enter_context(swapper_on(dict(zip(folders, throttled, strict=True))))
         disks.enter_context(of_plugin.for_plugin())
-        loads = [load_average()]
         reference, *arms = train_in_turns(run, [in_memory, *on_disk], passes, turns)
-        loads.append(load_average())
-    labels = {**run.labels, "disk": f"EMULATED 6.5 / 5 GB/s, {name}"}
+    labels = {**run.labels, "disk": f"{EMULATED} 6.5 / 5 GB/s, {name}"}
 
     def row(arm: Arm, quantity: str, samples: Sequence[float], unit: str = "s") -> Row:
         samples = [sample / run.slowdown for sample in samples] if unit == "s" else samples
@@ -78,17 +71,16 @@ def _measure_disk(run: ScaledRun, turns: Turns, name: str) -> Iterator[Row]:
         yield row(arm, "EMULATED seconds of the bytes of an update", [disk.bound_s])
         for direction, size in disk.update_bytes.items():
             yield row(arm, f"bytes per parameter, {direction}", [size / run.small.parameters], "B")
-        yield row(arm, "longest lag of this machine in an EMULATED iteration", arm.lag_s)
+        yield row(arm, LAG, arm.lag_s)
         same = (arm.losses, arm.digest) == (reference.losses, reference.digest)
-        yield replace(row(arm, "EMULATED: bits of stock with states in host memory", ()), value=same, claimed=True)
-    for samples, of_stock_s, per_stock, per_bytes in (
-        (plugin.iteration_s, stock.iteration_s, f"{ITERATION} / stock's", f"{ITERATION} / seconds of its bytes"),
-        (_updates_s(plugin), stock.step_s, UPDATE_PER_STOCK, UPDATE_PER_BYTES),
+        yield replace(row(arm, f"{BIT_IDENTICAL} ({EMULATED})", ()), value=same, claimed=True)
+    for quantity, samples, of_stock_s in (
+        (ITERATION, plugin.iteration_s, stock.iteration_s),
+        (UPDATE, _updates_s(plugin), stock.step_s),
     ):
         ratios = [ours_s / stock_s for ours_s, stock_s in zip(samples, of_stock_s, strict=False)]
-        yield row(plugin, per_stock, ratios, "times")
-        yield row(plugin, per_bytes, [sample_s / of_plugin.bound_s for sample_s in samples], "times")
-    yield row(plugin, "load of this machine", loads, "threads")
+        yield row(plugin, f"{quantity} / {PER_STOCK}", ratios, "times")
+        yield row(plugin, f"{quantity} / {PER_BYTES}", [sample_s / of_plugin.bound_s for sample_s in samples], "times")
 
 
 def _updates_s(arm: Arm) -> list[float]:
@@ -96,7 +88,7 @@ def _updates_s(arm: Arm) -> list[float]:
     return [update.update_s for update in arm.updates] or arm.step_s
 
 
-def _variants(run: ScaledRun, folder: str) -> list[Variant]:
+def _variants(run: EmulatedRun, folder: str) -> list[Variant]:
     def on_disk(name: str, **keys: Any) -> dict[str, Any]:
         (path := Path(folder) / name).mkdir()
         # Stock needs five buffers: three states, the gradient, and one for gradients that are written.
