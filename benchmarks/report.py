@@ -109,7 +109,7 @@ AIMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class StockComparison:
     """The rows by quantity of stock and of the plugin in one setting of one run; ``name`` is the plugin's variant."""
 
     setting: Mapping[str, Any]
@@ -196,7 +196,7 @@ COMPARED = {
 """The variants of the plugin that the page shows, with the variant that each is compared with."""
 
 
-def comparisons(rows: Rows) -> list[Comparison]:
+def comparisons(rows: Rows) -> list[StockComparison]:
     """Return the last comparison of each machine, model and batch, in the order of the rows.
 
     Settings that differ only in DeepSpeed's sub-groups are one line, since the planner cuts units of its own.
@@ -206,12 +206,12 @@ def comparisons(rows: Rows) -> list[Comparison]:
         if row["benchmark"] in COMPARED and "waived" not in row:
             run = row["date"], row["benchmark"], str(row["gpu"]), str(row["setting"])
             by_run.setdefault(run, {}).setdefault(row["variant"], {})[row["quantity"]] = row
-    found: dict[tuple[str, ...], Comparison] = {}
+    found: dict[tuple[str, ...], StockComparison] = {}
     for (_, benchmark, *_), variants in sorted(by_run.items(), key=lambda item: item[0][0]):
         for name, stock in COMPARED[benchmark].items():
             if name in variants and stock in variants:
                 setting = next(iter(variants[name].values()))["setting"]
-                one = Comparison(setting=setting, name=name, stock=variants[stock], plugin=variants[name])
+                one = StockComparison(setting=setting, name=name, stock=variants[stock], plugin=variants[name])
                 found[one.source, one.machine, one.model] = one
     return list(found.values())
 
@@ -219,7 +219,7 @@ def comparisons(rows: Rows) -> list[Comparison]:
 def report(folder: Path) -> str:
     """Return the page in Markdown, and draw its chart into ``folder``."""
     rows = last_rows(folder)
-    by_source: dict[str, list[Comparison]] = {"GPU": [], "CPU": [], EMULATED: []}
+    by_source: dict[str, list[StockComparison]] = {"GPU": [], "CPU": [], EMULATED: []}
     for one in comparisons(rows):
         by_source[one.source].append(one)
     draw(by_source, folder / CHART)
@@ -240,7 +240,7 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"|{'|'.join(cells)}|" for cells in (head, ["---"] * len(head), *lines))
 
 
-def _range(found: Sequence[Comparison]) -> str:
+def _range(found: Sequence[StockComparison]) -> str:
     ratios = sorted(one.speedup["median"] for one in found)
     return f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else "(not measured)"
 
@@ -251,7 +251,7 @@ def _pipelined(rows: Rows) -> str:
     return " and ".join(f"{row['median']:.3g} s" for row in rows if (row["variant"], row["quantity"]) == wanted)
 
 
-def _runs(found: Sequence[Comparison]) -> Iterator[str]:
+def _runs(found: Sequence[StockComparison]) -> Iterator[str]:
     """Yield a line for each run whose rows the tables show."""
     for one in {one.iterations[0]["date"]: one for one in found}.values():
         row = one.iterations[0]
@@ -274,7 +274,7 @@ def aim_lines(rows: Rows) -> Iterator[str]:
     yield f"- the other {met}: met"
 
 
-def draw(by_source: Mapping[str, Sequence[Comparison]], path: Path) -> None:
+def draw(by_source: Mapping[str, Sequence[StockComparison]], path: Path) -> None:
     """Draw a bar of the speed-up for each comparison, with its spread. EMULATED bars are hatched."""
     figure = Figure(figsize=(9, 0.25 * sum(map(len, by_source.values())) + 1), layout="constrained")
     axis = figure.subplots()
