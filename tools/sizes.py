@@ -102,7 +102,7 @@ def _cells(command: str) -> list[str]:
             f"{size(per_machine[name] * missing, DIGITS)} of {name.partition('_')[0]} memory"
             for name, missing in found.missing.items()
         )
-        return [*row, f"does not fit: {shortfall} too little", *[""] * 4, "does not fit, either", *[""] * 3]
+        return [*row, f"does not fit: lacks {shortfall}", *[""] * 4, "does not fit", *[""] * 3]
     if job.disk and not found.disk_bytes:
         return []
     disk = size(found.disk_bytes, DIGITS) if found.disk_bytes else ""
