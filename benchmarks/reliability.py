@@ -1,4 +1,4 @@
-"""Do runs survive kills, malformed input and thousands of steps, and does a long search find a race?
+"""Do runs survive kills and thousands of steps, and does a long search find a race?
 
 Each variant repeats a check of the tests with new seeds, for hours: ``--set minutes=10`` and the other parameters of
 ``measure`` make it shorter. The steps and the sequences train on the GPU in software of the tests, everything else on
@@ -18,7 +18,7 @@ from functools import partial
 
 from benchmarks.harness.charts import Bars
 from benchmarks.harness.rows import Row
-from tests import endurance, malformed, stress
+from tests import endurance, stress
 from tests.kills import kill_runs, summary
 
 CHART = Bars("duration")
@@ -40,7 +40,6 @@ def measure(
     kills: int = 200,
     decoupled_kills: int = 200,
     steps: int = 10_000,
-    inputs: int = 1_000,
     minutes: float = 60,
     seed: int = 1,
     jobs: int = 3,
@@ -50,17 +49,13 @@ def measure(
     ``minutes`` is the duration of each of the two searches for races. ``jobs`` checks run at the same time.
     """
     if quick:
-        kills, decoupled_kills, steps, inputs, minutes = 3, 1, 300, 20, 0
+        kills, decoupled_kills, steps, minutes = 3, 1, 300, 0
     variants: dict[str, Callable[[], CheckCounts]] = {
         "rounds of make stress": partial(_searched, minutes, seed, stress.SEARCHES),
         "sequences, lazy software GPU": partial(_searched, minutes, seed, (stress.sequences_on_lazy_gpu,)),
         "kills, 2 ranks": partial(_killed, kills, seed, "data parallel"),
         "kills, decoupled writer": partial(_killed, decoupled_kills, seed, "decoupled"),
         "steps, software GPU": partial(_trained, steps, seed),
-        **{
-            f"malformed input: {part.__name__}": partial(_malformed, part, share * inputs, seed)
-            for part, share in malformed.PARTS
-        },
     }
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
         running = {processes.submit(_timed, run): variant for variant, run in variants.items()}
@@ -101,14 +96,6 @@ def _trained(steps: int, seed: int) -> CheckCounts:
     found = endurance.train(steps, seed, "none")
     return CheckCounts(
         tried=found.steps, failures=len(found.problems), counted=found.summary, problem="".join(found.problems[:1])
-    )
-
-
-def _malformed(part: Callable[[int, int], malformed.Tried], inputs: float, seed: int) -> CheckCounts:
-    found = part(round(inputs), seed)
-    counted = f"{found.kind}: {found.refused} of {found.tried} refused, the others used as by stock"
-    return CheckCounts(
-        tried=found.tried, failures=len(found.problems), counted=counted, problem="".join(found.problems[:1])
     )
 
 

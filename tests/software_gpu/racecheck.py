@@ -34,7 +34,7 @@ def take_races() -> list[str]:
     return [line.replace("\tand\t", BETWEEN).replace("\t", "\n  ") for line in lines]
 
 
-class Moment:
+class HostMoment:
     """A point in a thread, after all that it has done and waited for so far."""
 
     def __init__(self) -> None:
@@ -64,15 +64,15 @@ class HandedOver:
     """A task that another thread runs. Its start is after its creation, and its end before ``order_this_thread``."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self._created = run, Moment()
-        self._ended: Moment | None = None
+        self._run, self._created = run, HostMoment()
+        self._ended: HostMoment | None = None
 
     def __call__(self) -> Any:
         self._created.order_this_thread()
         try:
             return self._run()
         finally:
-            self._ended = Moment()
+            self._ended = HostMoment()
 
     def order_this_thread(self) -> None:
         """Order the calling thread after the end, if the task has ended."""

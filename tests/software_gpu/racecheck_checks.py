@@ -17,7 +17,7 @@ from deep_opt_states.runtime.worker import Worker
 from tests.kernels.adam_steps import BETAS, STEP
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
-from tests.software_gpu.racecheck import BETWEEN, Moment, checked_threads, take_races
+from tests.software_gpu.racecheck import BETWEEN, HostMoment, checked_threads, take_races
 from tests.software_gpu.settings import changed
 
 
@@ -215,7 +215,7 @@ def threads_are_ordered_by_hand_overs_only() -> None:
 
     def unordered(*, waits: bool = False) -> None:
         pinned = _pinned()
-        before = Moment()
+        before = HostMoment()
         run(lambda: (before.order_this_thread(), pinned.fill_(1)))
         if waits:
             device.synchronize()
