@@ -35,7 +35,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def reason(error: OSError | ValueError) -> str:
+def reason(error: OSError | ValueError | RecursionError) -> str:
     """Return the reason why a file cannot be read, without the name of the file."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 

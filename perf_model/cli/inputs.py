@@ -140,7 +140,7 @@ def _read_rules(path: Path) -> PlacementRules:
         return PlacementRules.from_json(parse_json(read_text(path)))
     except RulesError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
         raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
 

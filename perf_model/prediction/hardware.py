@@ -263,7 +263,7 @@ class HardwareProfile:
         """Return the profile in ``text``. Raise ``ProfileError`` if it is not a profile of this version."""
         try:
             raw = parse_json(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProfileError(f"A profile must be JSON, found other text: {error}.\n{_REMEDY}") from None
         if not isinstance(raw, dict) or (version := raw.pop("version", "nothing")) != VERSION:
             raise _error("version", f"must be the integer {VERSION}", version if isinstance(raw, dict) else raw)

@@ -56,7 +56,7 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
     """Return the shape of the model with the config ``text``. Raise ``ModelError`` if it is not usable."""
     try:
         values = parse_json(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"A model's config must be JSON, found a text that is not: {error}.\n{_REMEDY}") from None
     if not isinstance(values, dict):
         raise ModelError(f"A model's config must be an object, found {shorten(values)}.\n{_REMEDY}")

@@ -1,7 +1,8 @@
 """Check that all accesses of a program are ordered, whatever the timing was: the setting ``racecheck`` of the device.
 
 The device itself knows streams, events, waits, operators, copies, kernels and allocations (``csrc/racecheck.h``). This
-module reports to it how the host's threads hand over to each other, and which memory the CPU kernel accesses.
+module reports to it how the host's threads hand over to each other, and which memory the CPU kernels and
+transfers to disk access.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from deep_opt_states.device.kernels.adam import STATES, RangeUpdate
+import torch
+
+from deep_opt_states.device.kernels.adam import STATES, AdamTensors, RangeUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.stock import StockAdam
+from deep_opt_states.device.state_file import StateFile
 from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Worker
 from tests.software_gpu.device import ranges
@@ -34,7 +39,7 @@ def take_races() -> list[str]:
     return [line.replace("\tand\t", BETWEEN).replace("\t", "\n  ") for line in lines]
 
 
-class Moment:
+class HostMoment:
     """A point in a thread, after all that it has done and waited for so far."""
 
     def __init__(self) -> None:
@@ -50,13 +55,16 @@ class Moment:
 
 @contextmanager
 def checked_threads() -> Iterator[None]:
-    """Report the hand-overs to workers, sections and thread pools, and the accesses of the CPU kernel."""
+    """Report the hand-overs between threads, and the accesses of the CPU kernels and of transfers to disk."""
     with ExitStack() as patches:
         for threads in (Worker, ThreadPoolExecutor):
             patches.enter_context(mock.patch.object(threads, "submit", _submit(threads.submit)))
         patches.enter_context(mock.patch.object(Section, "__init__", _initialize(Section.__init__)))
         patches.enter_context(mock.patch.object(Section, "wait_for_end", _wait_for_end(Section.wait_for_end)))
         patches.enter_context(mock.patch.object(FusedAdam, "update_ranges", _update(FusedAdam.update_ranges)))
+        patches.enter_context(mock.patch.object(StockAdam, "update", _stock_update(StockAdam.update)))
+        for name, writes in (("read", True), ("write", False)):
+            patches.enter_context(mock.patch.object(StateFile, name, _transfer(getattr(StateFile, name), writes)))
         yield
 
 
@@ -64,15 +72,15 @@ class HandedOver:
     """A task that another thread runs. Its start is after its creation, and its end before ``order_this_thread``."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self._created = run, Moment()
-        self._ended: Moment | None = None
+        self._run, self._created = run, HostMoment()
+        self._ended: HostMoment | None = None
 
     def __call__(self) -> Any:
         self._created.order_this_thread()
         try:
             return self._run()
         finally:
-            self._ended = Moment()
+            self._ended = HostMoment()
 
     def order_this_thread(self) -> None:
         """Order the calling thread after the end, if the task has ended."""
@@ -129,8 +137,32 @@ def _update(update_ranges: Callable[..., None]) -> Callable[..., None]:
                 reads, writes = [tensors.grad, *states], list(update.updated)
             if tensors.param is not None:
                 writes = [*writes, tensors.param]
-            accessed = ranges(reads, writes)
-            call("access_on_host", b"CPU Adam", accessed, len(accessed))
+            _access("CPU Adam", reads, writes)
         update_ranges(self, updates)
 
     return recorded_update
+
+
+def _stock_update(update: Callable[..., None]) -> Callable[..., None]:
+    def recorded_update(self: StockAdam, sub_group: int, tensors: AdamTensors, *args: Any) -> None:
+        _access("CPU Adam of stock", [tensors.grad], [getattr(tensors, name) for name in STATES])
+        update(self, sub_group, tensors, *args)
+
+    return recorded_update
+
+
+def _transfer(transfer: Callable[..., None], writes: bool) -> Callable[..., None]:
+    def recorded_transfer(self: StateFile, memory: memoryview, offset_bytes: int) -> None:
+        accessed = [torch.frombuffer(memory, dtype=torch.uint8)]
+        if writes:
+            _access("a read from disk", (), accessed)
+        else:
+            _access("a write to disk", accessed, ())
+        transfer(self, memory, offset_bytes)
+
+    return recorded_transfer
+
+
+def _access(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    accessed = ranges(reads, writes)
+    call("access_on_host", name.encode(), accessed, len(accessed))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +16,12 @@ import torch.distributed as dist
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, RangeUpdate
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.state_file import StateFile
 from deep_opt_states.runtime.worker import Worker
 from tests.kernels.adam_steps import BETAS, STEP
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
-from tests.software_gpu.racecheck import BETWEEN, Moment, checked_threads, take_races
+from tests.software_gpu.racecheck import BETWEEN, HostMoment, checked_threads, take_races
 from tests.software_gpu.settings import changed
 
 
@@ -215,7 +219,7 @@ def threads_are_ordered_by_hand_overs_only() -> None:
 
     def unordered(*, waits: bool = False) -> None:
         pinned = _pinned()
-        before = Moment()
+        before = HostMoment()
         run(lambda: (before.order_this_thread(), pinned.fill_(1)))
         if waits:
             device.synchronize()
@@ -261,6 +265,23 @@ def the_accesses_of_the_cpu_kernel_are_known() -> None:
 
         (race,) = _races(program)
         assert ("read" if name == "grad" else "write") + " on thread MainThread by CPU Adam" in race
+
+
+def transfers_to_disk_are_known() -> None:
+    def program(transfer: Callable[..., None], *, waits: bool) -> None:
+        pinned = _pinned(mmap.PAGESIZE // 4)
+        pinned.copy_(torch.ones(mmap.PAGESIZE // 4, device=DEVICE_TYPE), non_blocking=True)
+        if waits:
+            device.synchronize()
+        transfer(memoryview(pinned.numpy()).cast("B"), 0)
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = StateFile(Path(folder), mmap.PAGESIZE)
+        file.reserve(0, mmap.PAGESIZE)
+        for name, access in (("write", "read on thread MainThread by a write"), ("read", "write on thread MainThread")):
+            assert _races(lambda name=name: program(getattr(file, name), waits=True)) == []
+            (race,) = _races(lambda name=name: program(getattr(file, name), waits=False))
+            assert access in race
 
 
 # Memory of the device

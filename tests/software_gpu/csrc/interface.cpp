@@ -112,9 +112,13 @@ int software_gpu_launch(
   });
 }
 
-// Record that the calling thread accesses page-locked memory.
+// Record that the calling thread accesses these ranges, as far as they are page-locked.
 void software_gpu_access_on_host(const char* name, const CRange* ranges, int32_t num_ranges) {
-  racecheck().access_on_host(ranges_from(ranges, num_ranges), name);
+  auto accessed = ranges_from(ranges, num_ranges);
+  std::erase_if(accessed, [](const Bytes& bytes) {
+    return !pinned_memory().is_page_locked(reinterpret_cast<void*>(bytes.begin));
+  });
+  racecheck().access_on_host(accessed, name);
 }
 
 // Return what the calling thread has done and waited for, for `software_gpu_order_host_after` on another thread.

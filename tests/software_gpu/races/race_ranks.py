@@ -37,8 +37,9 @@ from tests.zero.parity.case import (
     WITHOUT_BACKWARD_OVERLAP,
     WITHOUT_FORWARD_OVERLAP,
     Case,
+    eager,
 )
-from tests.zero.parity.cases import CASES, DEPARTURES, OFFLOADED_MIX, QUICK
+from tests.zero.parity.cases import ALL_ON_DISK, CASES, DEPARTURES, OFFLOADED_MIX, ON_DISK, QUICK
 from tests.zero.parity.random_case import simplified
 from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
 
@@ -152,6 +153,11 @@ def run_cases(cases: Sequence[Case], *, one_of: int = 1) -> None:
         moving = replace(first, name=f"units move between steps, {number}", blocks=(), steps=MAX_STEPS)
         run_case(moving, (block,), reference=None, context=partial(random_moves, number, moved, 1.0))
     answer_on_rank_0({"moved": moved.to_json_dict()})
+    for block in (eager(CPU), eager(STRIDE_2)):
+        speculated = replace(first, name="updates in backward", blocks=(), steps=STEADY_STEPS)
+        run_case(speculated, (block,), reference=None)
+    on_disk = replace(ON_DISK, name="states on disk", schedule=False, clip=0.5, world_size=first.world_size, steps=4)
+    run_case(on_disk, (ALL_ON_DISK,), reference=None)
     for case in filter(attrgetter("offload_param"), (first, *others)):
         run_case(case, (OFFLOADED_MIX,), reference=None)
     for overlap_comm in (True, False):

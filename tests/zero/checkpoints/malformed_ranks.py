@@ -1,7 +1,7 @@
 """Load damaged checkpoints. Each must be refused without any effect, or loaded as stock loads it.
 
-The arguments are a seed and the number of checkpoints, and "unchecked" to load them without our check. Two engines,
-stock and the plugin's, train, save, and train on. Copies of stock's checkpoint are damaged at random. The plugin must
+The argument is "checked", or "unchecked" to load them without our check. Two engines, stock and the plugin's, train,
+save, and train on. Copies of stock's checkpoint are damaged, each in one of the ways of ``damages``. The plugin must
 refuse a copy by its own error on every rank, with the files and the engine as they were, or stock must be able to load
 it, with the same states. At the end both engines train on, and must have the same bits. There is one answer for each
 damaged checkpoint, and one for the end.
@@ -9,17 +9,16 @@ damaged checkpoint, and one for the end.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import os
-import random
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,86 +37,91 @@ from tests.zero.process_group import process_group
 STEPS = 3
 TAG = f"global_step{STEPS}"
 
+MISSING = object()
 OTHER_VALUES = (None, True, -1, 10**30, math.nan, "", "text", b"\0", [], {}, {"a": 1}, (1, 2), torch.zeros(3), object)
 
 
-def changed(value: Any, rng: random.Random) -> Any:
-    """Return a copy of ``value`` in which one value somewhere is another one, or is missing."""
-    if not isinstance(value, (dict, list)) or not value or rng.random() < 0.15:
-        return rng.choice(OTHER_VALUES)
-    result = copy.copy(value)
-    key = rng.choice(list(result) if isinstance(result, dict) else range(len(result)))
-    if rng.random() < 0.2:
-        del result[key]
+Damage = Callable[[Path], object]
+
+
+def damages(good: Path, *, checked: bool) -> dict[str, tuple[str, Damage]]:
+    """Return the ways to damage a file by name, each with the name of the file in the checkpoint ``good``.
+
+    Each entry of each file of the last rank is another value, and the outermost are missing, too. Without our
+    check, a load of a pipe would never end, and an engine with another value in a state cannot be destroyed.
+    """
+    found: dict[str, tuple[str, Damage]] = {}
+    others = cycle(OTHER_VALUES)
+    for kind in ("model_states.pt", "optim_states.pt"):
+        path = max((good / TAG).glob(f"*{kind}"))
+        file = f"{TAG}/{path.name}"
+        saved = torch.load(path, weights_only=False)
+        for keys in places(saved) if checked else ((key,) for key in saved):
+            found[f"another value in {kind} {keys}"] = file, partial(change, keys, next(others))
+            if len(keys) == 1:
+                found[f"no value in {kind} {keys}"] = file, partial(change, keys, MISSING)
+        other = min(file for file in (good / TAG).glob("*.pt") if file != path)
+        ways: dict[str, Damage] = {
+            "an empty file": lambda path: path.write_bytes(b""),
+            "half of a file": lambda path: os.truncate(path, path.stat().st_size // 2),
+            "no last byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+            "other bytes at the start": partial(overwrite, 0.0),
+            "other bytes in the structure": partial(overwrite, 0.02),
+            "other bytes in the middle": partial(overwrite, 0.5),
+            "other bytes at the end": partial(overwrite, 0.999),
+            "no file": Path.unlink,
+            "a folder": replace_by_a_folder,
+            "another file": lambda path, other=other.name: shutil.copy(path.parent / other, path),
+            **({"a pipe": replace_by_a_pipe} if checked else {}),
+        }
+        found |= {f"{name} in {kind}": (file, way) for name, way in ways.items()}
+    for content in (b"", b"text", b"\0" * 1000, b"\xff\n", b"x" * 100_000):
+        found[f"latest holds {content[:5]!r}"] = "latest", partial(Path.write_bytes, data=content)
+    found["latest is a folder"] = "latest", replace_by_a_folder
+    found["no latest"] = "latest", Path.unlink
+    return found
+
+
+def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each entry, of nested ones and of lists to a few. The config is not read."""
+    if keys:
+        yield keys
+    if isinstance(value, (dict, list)) and keys[-1:] != ("ds_config",):
+        inner = list(value) if isinstance(value, dict) else list(range(len(value)))
+        for key in inner if len(keys) < 2 and "module" not in keys else inner[:2]:
+            yield from places(value[key], (*keys, key))
+
+
+def change(keys: tuple[Any, ...], value: Any, path: Path) -> None:
+    """Replace or remove the value that is at ``keys`` in the file."""
+    saved = torch.load(path, weights_only=False)
+    *outer, last = keys
+    holder = saved
+    for key in outer:
+        holder = holder[key]
+    if value is MISSING:
+        del holder[last]
     else:
-        result[key] = changed(result[key], rng)
-    return result
+        holder[last] = value
+    torch.save(saved, path)
 
 
-# Ways to damage a file of a checkpoint
-
-
-def change_a_value(path: Path, rng: random.Random) -> None:
-    torch.save(changed(torch.load(path, weights_only=False), rng), path)
-
-
-def truncate(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.choice((0, 1, rng.randrange(path.stat().st_size))))
-
-
-def overwrite_bytes(path: Path, rng: random.Random) -> None:
+def overwrite(share: float, path: Path) -> None:
+    """Replace 20 bytes after this share of the file."""
     content = bytearray(path.read_bytes())
-    for _ in range(rng.choice((1, 3, 100))):
-        content[rng.randrange(len(content))] = rng.randrange(256)
+    begin = int(share * len(content))
+    content[begin : begin + 20] = b"\xa5" * len(content[begin : begin + 20])
     path.write_bytes(content)
 
 
-def overwrite_text(path: Path, rng: random.Random) -> None:
-    path.write_bytes(rng.choice((b"", b"text", b"\0" * 1000, rng.randbytes(300), b"\xff\n", b"x" * 100_000)))
-
-
-def remove(path: Path, rng: random.Random) -> None:
-    path.unlink()
-
-
-def replace_by_a_folder(path: Path, rng: random.Random) -> None:
+def replace_by_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-def replace_by_a_pipe(path: Path, rng: random.Random) -> None:
+def replace_by_a_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
-
-
-def replace_by_another_file(path: Path, rng: random.Random) -> None:
-    shutil.copy(rng.choice(sorted(other for other in path.parent.glob("*.pt") if other != path)), path)
-
-
-WAYS: tuple[Callable[[Path, random.Random], None], ...] = (
-    *[change_a_value] * 8,
-    *[overwrite_bytes] * 3,
-    truncate,
-    overwrite_text,
-    remove,
-    replace_by_a_folder,
-    replace_by_a_pipe,
-    replace_by_another_file,
-)
-
-
-WITHOUT_PIPES = tuple(way for way in WAYS if way is not replace_by_a_pipe)
-"""The ways after which stock's load ends: it waits forever for a writer of a pipe."""
-
-
-def damage(folder: Path, rng: random.Random, ways: Sequence[Callable[[Path, random.Random], None]]) -> str:
-    """Change one file of the checkpoint in ``folder`` in one of ``ways``, and return a description of the change."""
-    if rng.random() < 0.1:
-        path, way = folder / "latest", rng.choice((overwrite_text, truncate, remove, replace_by_a_folder))
-    else:
-        path, way = rng.choice(sorted((folder / TAG).glob("*.pt"))), rng.choice(ways)
-    way(path, rng)
-    return f"{way.__name__} in {path.name}"
 
 
 def digest_of(folder: Path) -> str:
@@ -215,7 +219,7 @@ def everywhere(action: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def main(seed: int, count: int, *, unchecked: bool) -> None:
+def main(*, unchecked: bool) -> None:
     world_size = dist.get_world_size()
     case = Case(name="malformed", blocks=(STRIDE_2,), world_size=world_size, steps=STEPS, clip=0.5, frozen=True)
     with shared_folder() as folder, closing_engine(case, None) as stock, closing_engine(case, STRIDE_2) as ours:
@@ -225,20 +229,19 @@ def main(seed: int, count: int, *, unchecked: bool) -> None:
                 train(engine, case, folder)
             stock.save_checkpoint(str(saved))
         loader = Loader(stock, ours, now)
-        for number in range(count):
-            rng = random.Random(f"{seed} {number}")
+        for number, (name, (file, way)) in enumerate(damages(good, checked=not unchecked).items()):
             damaged = folder / str(number)
             if dist.get_rank() == 0:
                 shutil.copytree(good, damaged)
-                done = damage(damaged, rng, WITHOUT_PIPES if unchecked else WAYS)
-                print(f"checkpoint {number}: {done}", flush=True)
+                way(damaged / file)
+                print(f"checkpoint {number}: {name}", flush=True)
             dist.barrier()
             found = everywhere(partial(loader.load, damaged))
             if dist.get_rank() == 0:
                 problems = [problem for rank in found for problem in rank["problems"]]
                 if len({rank["outcome"] for rank in found}) > 1:
                     problems.append("the ranks disagree")
-                answer({**found[0], "number": number, "damage": done, "problems": problems})
+                answer({**found[0], "damage": name, "problems": problems})
                 shutil.rmtree(damaged)
         records = [train(engine, case, folder) for engine in (stock, ours)]
         found_at_end = everywhere(partial(differences, *records))
@@ -250,7 +253,7 @@ def main(seed: int, count: int, *, unchecked: bool) -> None:
 
 if __name__ == "__main__":
     import_all()
-    without_check = sys.argv[3:] == ["unchecked"]
+    without_check = sys.argv[1] == "unchecked"
     patched = mock.patch.object(plugin, "check_before_loading", return_value=None)
     with process_group(), patched if without_check else nullcontext():
-        main(int(sys.argv[1]), int(sys.argv[2]), unchecked=without_check)
+        main(unchecked=without_check)
