@@ -46,7 +46,7 @@ def test_the_extra_of_the_examples_has_what_they_import() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         for name in _imported_names(node)
     }
-    own = {path.stem for path in (REPOSITORY / "examples").iterdir()} | {"deep_opt_states"}
+    own = {path.stem for path in (REPOSITORY / "examples").iterdir()} | {"deep_opt_states", "perf_model"}
     needed = {Requirement(line).name for line in setup("options")["install_requires"].splitlines() if _is_package(line)}
     extra = set(setup("options.extras_require")["examples"].split())
     assert imported - sys.stdlib_module_names - own - needed == extra
