@@ -20,7 +20,7 @@ from typing import Any
 import deepspeed
 import torch
 from common.byte_gpt import ByteGPT, Shape, StdlibText
-from common.demo_report import DemoRecord, compare, exactness_table, speed_table
+from common.demo_report import Comparison, DemoRecord, DemoSteps, compare, exactness_table, explanation, speed_table
 from common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from deepspeed.utils import set_log_level_from_string
 from rich.console import Console
@@ -46,30 +46,28 @@ KERNELS = (
 
 
 def main() -> int:
-    """Train, print both tables, and return the exit code: 1 if any bit differs."""
-    console = Console()
-    with console.status("compiling kernels (once, about a minute)"):
+    """Train, print both tables and the verdict of the page, and return the exit code: 1 if any bit differs."""
+    console = Console(highlight=False)
+    steps = DemoSteps(console, count=4)
+    with steps.step("Compile the kernels of the CPU update and the GPU in software: once, about a minute"):
         run_together([[sys.executable, "-c", program] for program in KERNELS])
-    identical = compare_bits(console)
-    with console.status("training a 20B model on two EMULATED H100s, with stock and with the plugin"):
+    with steps.step(f"Train {STEPS} steps on the CPU with stock and with the plugin, and compare all bits"):
+        comparisons = compare_bits()
+    console.print(exactness_table(comparisons, STEPS))
+    with steps.step("Train with stock and with the plugin on an EMULATED machine: a minute"):
         run_together([[sys.executable, "-m", "benchmarks.emulated.demonstration", "--output", str(OUTPUT)]])
     results = json.loads((OUTPUT / "emulated.json").read_text())
     console.print(speed_table(results))
-    console.print(
-        f"EMULATED, no GPU was measured: a GPT with {results['small_model']:,} parameters trains for real on a GPU in "
-        f"software, and copies, kernels and updates take the time of {results['model']} on {results['machine']}, whose "
-        f"rates are those of a preset. States may take {results['free_gb']:.0f} GB of each GPU, which training leaves.",
-        f"The plan that ran: {results['plan']}.",
-        f"The timeline of an update, and a page about the run:\n{OUTPUT / 'timeline.png'}",
-        sep="\n",
-        highlight=False,
-    )
-    subprocess.run([sys.executable, "-m", "deep_opt_states.cli", "report", str(OUTPUT / "emulated")], check=True)
-    return 0 if identical and results["bit_identical"] else 1
+    console.print(*explanation(results), sep="\n")
+    with steps.step("Write the page of the run with the plugin: deep-opt-states report"):
+        (written,) = run_together([[sys.executable, "-m", "deep_opt_states.cli", "report", results["folder"]]])
+    console.print(f"{written}A picture of one update: {OUTPUT / 'timeline.png'}", soft_wrap=True)
+    is_identical = all(comparison.differing == 0 for comparison in comparisons)
+    return 0 if is_identical and results["bit_identical"] else 1
 
 
-def run_together(commands: Sequence[Sequence[str]]) -> None:
-    """Run ``commands`` at the same time. Raise ``RuntimeError`` with the output of one that fails."""
+def run_together(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run ``commands`` at the same time, and return their outputs. Raise ``RuntimeError`` if one fails."""
     running = [
         subprocess.Popen(
             command,
@@ -85,10 +83,11 @@ def run_together(commands: Sequence[Sequence[str]]) -> None:
     for process, output in zip(running, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"{process.args} ended with {process.returncode}:\n{output}")
+    return outputs
 
 
-def compare_bits(console: Console) -> bool:
-    """Train with stock and with the plugin on the CPU, print the comparison, and return whether all bits are equal."""
+def compare_bits() -> list[Comparison]:
+    """Train with stock and with the plugin on the CPU, and return the comparison of all bits."""
     # DeepSpeed calls collectives by names that this PyTorch deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning)
     # At level "warning", the learning rate schedules of DeepSpeed warn at creation that no step has been trained.
@@ -98,15 +97,12 @@ def compare_bits(console: Console) -> bool:
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     without_block = {key: value for key, value in config.items() if key != "deep_optimizer_states"}
     records = []
-    with console.status("training with stock and with the plugin on the CPU"):
-        for ds_config, optimizer_class in ((without_block, STOCK_CLASS), (config, PLUGIN_CLASS)):
-            with engine_for(ds_config, optimizer_class) as engine:
-                records.append(train(engine))
+    for ds_config, optimizer_class in ((without_block, STOCK_CLASS), (config, PLUGIN_CLASS)):
+        with engine_for(ds_config, optimizer_class) as engine:
+            records.append(train(engine))
     torch.distributed.destroy_process_group()
     stock, plugin = records
-    comparisons = compare(stock, plugin)
-    console.print(exactness_table(comparisons, STEPS))
-    return all(comparison.differing == 0 for comparison in comparisons)
+    return compare(stock, plugin)
 
 
 @contextmanager

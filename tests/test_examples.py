@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -9,12 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from deep_opt_states.config import parse_config
+from examples.common.demo_report import lag_sentence
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Partition
+from perf_model.units import seconds
 from tests.launch import REPOSITORY, environment, run_ranks
 
 
@@ -50,8 +54,34 @@ def test_the_demo_finds_equal_bits_and_faster_emulated_iterations_and_draws_an_u
     # EMULATED seconds, of the machine whose rates are given: this is no timing of the machine that runs the test.
     stock_s, plugin_s = (median(results["arms"][name]["iteration_s"]) for name in ("stock", "plugin"))
     assert stock_s / plugin_s > 1
+    # The plan streams.
+    assert re.search(r"[1-9]\d* streamed", results["plan"])
     assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert (output / "emulated" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    page = (Path(results["folder"]) / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    check_figures_agree(results, page, finished.stdout)
+
+
+def check_figures_agree(results: dict[str, Any], page: str, printed: str) -> None:
+    """Check that the terminal and the page show the same seconds of the plugin, and the verdict."""
+    shown = dict(re.findall(r'<th scope="row">([^<]*)</th>\s*<td class="number"><data value="[^"]*">([^<]*)<', page))
+    for row, key in (("iteration", "iteration_s"), ("exposed: the model waits", "exposed_s")):
+        typical = seconds(median(results["arms"]["plugin"][key]))
+        assert shown[row] == typical
+        assert typical in printed
+    (verdict,) = re.findall(r'<p class="verdict">(.*)</p>', page)
+    assert verdict.startswith("EMULATED: The update costs ")
+    assert "".join(html.unescape(verdict).split()) in "".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "slowest_s", "text"), [(0.04, 2.0, "fast enough"), (0.3, 2.0, "too busy"), (0.0, 2.5, "too busy")]
+)
+def test_the_demo_says_whether_the_machine_was_too_busy_for_its_emulated_seconds(
+    lag_s: float, slowest_s: float, text: str
+) -> None:
+    arms = {"stock": {"iteration_s": [2.0, 2.02, slowest_s]}, "plugin": {"iteration_s": [1.0, 1.0]}}
+    assert text in lag_sentence({"arms": arms, "lag_s": [0.0, lag_s]})
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -47,7 +48,7 @@ def test_the_extra_of_the_examples_has_what_they_import() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         for name in _imported_names(node)
     }
-    own = {path.stem for path in (REPOSITORY / "examples").iterdir()} | {"deep_opt_states"}
+    own = {path.stem for path in (REPOSITORY / "examples").iterdir()} | {"deep_opt_states", "perf_model"}
     needed = {Requirement(line).name for line in setup("options")["install_requires"].splitlines() if _is_package(line)}
     extra = set(setup("options.extras_require")["examples"].split())
     assert imported - sys.stdlib_module_names - own - needed == extra
@@ -62,6 +63,15 @@ def _imported_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def test_the_chart_library_is_packaged_with_its_licence_and_in_the_stated_version() -> None:
+    vendor = REPOSITORY / "deep_opt_states" / "report" / "vendor"
+    (stated,) = re.findall(r"^# uPlot (\S+)$", (vendor / "README.md").read_text(), re.MULTILINE)
+    assert f"uPlot (v{stated})" in (vendor / "uPlot.iife.min.js").read_text()[:100]
+    assert "MIT" in (vendor / "LICENSE").read_text()
+    assert "deep_opt_states/report/vendor/LICENSE" in setup("metadata")["license_files"].split()
+    assert {"report/page.js", "report/vendor/*"} <= set(setup("options.package_data")["deep_opt_states"].split())
 
 
 def test_the_changelog_has_this_version_and_a_section_for_the_next_one() -> None:

@@ -11,6 +11,7 @@ from itertools import count
 import pytest
 
 from deep_opt_states import log
+from deep_opt_states.report.folder import RecordedRun
 from deep_opt_states.report.line import (
     EVERY_UPDATES,
     WARM_UPDATES,
@@ -26,13 +27,17 @@ from deep_opt_states.report.record import (
     MeasuredUpdate,
     PredictedUpdate,
     ReportedPlan,
+    RunInfo,
     StepCounts,
     UpdateRecord,
     compare,
 )
+from deep_opt_states.report.verdict import verdict
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
+from perf_model.schedule.action import Lane
 from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.workload import Workload
 
@@ -224,6 +229,48 @@ def test_the_summary_has_at_most_eight_lines(lines: list[str]) -> None:
     assert forward.startswith("  forward took 2.00 s beside updates and 1.00 s without: +100% (")
     assert [line.strip() for line in rest] == description
     assert len(lines[0].splitlines()) == 8
+
+
+def recorded(cost_s: float, stock_s: float | None, on_cpu: bool = False, accelerator: str = "cuda") -> RecordedRun:
+    """Return a run of three iterations of 10 s, whose updates have the given cost."""
+    plan = replace(PLAN, placements=(Placement.CPU,) * 4) if on_cpu else PLAN
+    return RecordedRun(
+        info=RunInfo(
+            began="", world_size=1, accelerator=accelerator, software={}, plan=plan, memory_bytes={"pinned": 1}
+        ),
+        steps=[{"step": step, "cost_s": cost_s, "iteration_s": 10.0} for step in (1, 2, 3)],
+        compared_updates=0,
+        compared=[],
+        forward_alone_s=None,
+        stock_s=stock_s,
+        drawn_step=1,
+        measured=(timeline(1.0), ()),
+        predicted=None,
+    )
+
+
+def test_the_verdict_states_the_cost_and_the_lane_that_limits_the_update() -> None:
+    actions = PLAN.schedule.actions
+    cpu = [Span(action, 0.0, 8.0) for action in actions if action.lane is Lane.CPU]
+    others = [Span(action, 0.0, 2.0) for action in actions if action.lane is not Lane.CPU]
+    run = replace(recorded(1.2, stock_s=None), measured=(Timeline((*cpu, *others)), ()))
+    assert verdict(run) == (
+        "The update costs 12% of an iteration: 1.20 s of 10.0 s. "
+        "The CPU with its memory limits the update, busy for 100% of it."
+    )
+    # The actions of ``timeline`` run one after another.
+    assert "Nothing is busy for more than 20% of the update" in verdict(recorded(1.2, stock_s=None))
+
+
+def test_the_verdict_says_if_nothing_is_gained_and_if_all_is_as_with_stock() -> None:
+    assert verdict(recorded(1.0, stock_s=3.0)).endswith("to cost 3.00 s: the plugin saves time.")
+    no_gain = verdict(recorded(3.0, stock_s=3.0, on_cpu=True))
+    assert "to cost 3.00 s: nothing is gained here. The CPU updates every unit, as with stock." in no_gain
+    assert verdict(replace(recorded(1.0, stock_s=None), steps=[])).startswith("No update was recorded.")
+
+
+def test_the_verdict_begins_with_emulated_if_the_accelerator_is() -> None:
+    assert verdict(recorded(1.0, stock_s=None, accelerator="cuda (EMULATED GPU)")).startswith("EMULATED: The update ")
 
 
 class FailingSink:

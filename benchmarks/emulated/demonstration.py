@@ -1,7 +1,7 @@
 """Train the EMULATED run of ``make demo`` with stock and with the plugin, and write the measurements.
 
 The folder that ``--output`` names gets the measured seconds as ``emulated.json``, the timeline of an update as
-``timeline.png``, and the folder ``emulated`` that ``deep-opt-states report`` reads.
+``timeline.png``, and a folder that ``deep-opt-states report`` reads, from which the seconds of the plugin are.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
@@ -19,12 +20,21 @@ from benchmarks.emulated.run import EmulatedRun, SmallModel, start_device
 from benchmarks.emulated.turns import Arm
 from benchmarks.harness.interleaved_runs import ADAPTING, engine_for, weights_digest
 from benchmarks.harness.variants import STOCK, Variant, ours
+from deep_opt_states.report.folder import RecordedRun, values_of
 from examples.common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from perf_model.prediction.draw import draw
+from perf_model.prediction.hardware import HardwareProfile
+from perf_model.presets.machines import MACHINES
 from perf_model.training_run.training_memory import TrainingMemory
 from tests.software_gpu import settings
 
 MEASURED = 4
+
+CORES = 32
+"""The cores of the machine, 16 per GPU as in the cloud. With all of the preset, host memory limits Adam on the CPU."""
+
+LEAST_UNIT = 99e6
+"""The least parameters of the run in a unit."""
 
 MARGIN_SHARE = 0.05
 """The share of the GPU's memory that stays free."""
@@ -38,6 +48,16 @@ class DemonstratedRun(EmulatedRun):
     def slowdown(self) -> float:
         """Return 1."""
         return 1.0
+
+    @property
+    def scaled_unit_sizes(self) -> tuple[int, ...]:
+        """Return the larger sizes of units, with which the Python code of this machine keeps up."""
+        return tuple(size for size in super().scaled_unit_sizes if size * self.scale >= LEAST_UNIT)
+
+    @cached_property
+    def profile(self) -> HardwareProfile:
+        """Return the profile of the machine with ``CORES``."""
+        return replace(MACHINES[self.machine], cores=CORES).profile(self.ranks)
 
     @property
     def free_gb(self) -> float:
@@ -59,20 +79,31 @@ def main() -> None:
     do_not_build_shared_memory_collectives()
     start_device()
     memory = {"gpu_memory_gb": RUN.free_gb, "gpu_memory_margin_gb": 0.1}
-    variants = STOCK, ours("plugin", report=str(folder / "emulated"), **memory, **SHARED)
-    stock, plugin = arms = [_train(replace(variant, zero=RUN.zero, clipping=NEVER_CLIPS)) for variant in variants]
+    report = folder / f"{RUN.model}-on-{RUN.ranks}-{RUN.machine}"
+    variants = STOCK, ours("plugin", report=str(report), **memory, **SHARED)
+    stock, plugin = [_train(replace(variant, zero=RUN.zero, clipping=NEVER_CLIPS)) for variant in variants]
+    run = RecordedRun.read(report)
     results = {
         "model": f"{RUN.model} ({RUN.job.shape.numel / 1e9:.1f} B parameters)",
-        "machine": f"{RUN.ranks} x {RUN.machine}",
+        "machine": f"{RUN.ranks} x {RUN.machine} with {CORES} cores",
         "small_model": RUN.small.parameters,
         "free_gb": RUN.free_gb,
         "plan": str(plugin.plan),
-        "arms": {arm.variant.name: _seconds(arm) for arm in arms},
+        "folder": str(report),
+        "arms": {
+            # Stock's step is its update, all of which is exposed.
+            "stock": {"iteration_s": stock.iteration_s, "exposed_s": stock.step_s},
+            # The medians of these values are on the page.
+            "plugin": {key: values_of(key, run.typical_steps) for key in ("iteration_s", "exposed_s")},
+        },
+        "lag_s": plugin.lag_s[-len(run.typical_steps) :],
         "bit_identical": (stock.losses, stock.digest) == (plugin.losses, plugin.digest),
     }
     (folder / "emulated.json").write_text(json.dumps(results, indent=2))
     title = f"EMULATED, {results['model']} on {results['machine']}: {plugin.plan}"
-    draw(plugin.timelines[-1], folder / "timeline.png", title, plugin.phases[-1])
+    assert run.measured is not None
+    timeline, phases = run.measured
+    draw(timeline, folder / "timeline.png", title, phases)
 
 
 def _train(variant: Variant) -> Arm:
@@ -94,13 +125,6 @@ def _train(variant: Variant) -> Arm:
             arm.digest = weights_digest(engine)
             arm.engine = None
     return arm
-
-
-def _seconds(arm: Arm) -> dict[str, list[float]]:
-    """Return the seconds of each measured iteration, and of each update that the model waited for."""
-    # Stock's step is its update, all of which is exposed.
-    exposed_s = [update.exposed_s for update in arm.updates[-MEASURED:]] or arm.step_s
-    return {"iteration_s": arm.iteration_s, "exposed_s": exposed_s}
 
 
 if __name__ == "__main__":

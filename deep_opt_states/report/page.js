@@ -26,6 +26,7 @@ function plot(frame) {
     label,
     stroke: colour(`series-${index}`),
     width: 2,
+    spanGaps: true,
     points: { show: curves.step.length < 60, size: 5 },
     value: (_, value) => (value == null ? "–" : format(value)),
   }));

@@ -146,7 +146,7 @@ def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narro
         charts = page.evaluate(CHARTS)
         assert [series for _, series, _ in charts] == [
             ["step", "iteration", "forward", "backward"],
-            ["step", "cost", "exposed"],
+            ["step", "cost", "slower forward"],
             ["step", "memory"],
         ]
         assert all("per step" in text and colours > 10 for text, _, colours in charts)
