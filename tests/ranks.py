@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.launch import Finished, run_ranks
-from tests.zero.process_group import process_group
+from tests.zero.process_group import end_process, process_group
 
 Group = Callable[[], AbstractContextManager[object]]
 """Returns the context in which a rank runs the body."""
@@ -144,6 +144,7 @@ def main(folder: Path) -> None:
     with group():
         value = getattr(function, "body", function)(*arguments, **keywords)
         (folder / f"value {os.environ['RANK']}").write_bytes(pickle.dumps(value))
+    end_process()
 
 
 if __name__ == "__main__":
