@@ -189,7 +189,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         # The caller may have written to partitions since forward, and backward gathers them again.
         self._gathers.order_after_caller()
         self._update.wait_on_stream()
-        # After the last wait for the update.
         self._running.exposure.waits.backward_starts()
         if self._stepped:
             self._stepped = False
