@@ -1,15 +1,12 @@
 """Define formulas of the Megatron paper (arXiv 2104.04473) that the predictions are compared with.
 
-``gpt_numel`` to ``approximate_training_s`` are equations 2 to 4. ``ModelShape`` generalises equations 2 and 3 to other
-transformers. Volumes are elements that one GPU sends; multiply by 2 for the bytes of 16-bit tensors.
+``gpt_numel`` and ``gpt_iteration_flops`` are equations 2 and 3, which ``ModelShape`` generalises to other transformers.
+Volumes are elements that one GPU sends; multiply by 2 for the bytes of 16-bit tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import sqrt
-
-from perf_model.cluster.pipeline import bubble_share
 
 
 def gpt_numel(layers: int, hidden: int, vocab: int, sequence: int) -> float:
@@ -24,23 +21,6 @@ def gpt_iteration_flops(layers: int, hidden: int, vocab: int, sequence: int, glo
     """
     flops = 96.0 * global_batch * sequence * layers * hidden**2
     return flops * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden))
-
-
-def training_s(tokens: float, tokens_per_iteration: float, flops: float, gpus: int, flops_per_s: float) -> float:
-    """Return the seconds that training on ``tokens`` takes (section 5.1).
-
-    An iteration has ``flops`` operations, and each GPU reaches ``flops_per_s``.
-    """
-    return tokens / tokens_per_iteration * flops / (gpus * flops_per_s)
-
-
-def approximate_training_s(tokens: float, numel: float, gpus: int, flops_per_s: float) -> float:
-    """Return the seconds that training on ``tokens`` takes, 8 T P / (n X) (section 5.1, equation 4).
-
-    It is the limit of equation 3 for wide models. Six operations per parameter and token are those of forward and
-    backward, and two are recomputation.
-    """
-    return 8 * tokens * numel / (gpus * flops_per_s)
 
 
 def pipeline_elements(micro_batch: int, sequence: int, hidden: int) -> int:
@@ -74,37 +54,6 @@ def zero3_elements(numel: float, data_parallel: int) -> float:
     Parameters are gathered in forward and in backward, and gradients are reduced (arXiv 1910.02054, section 7.2.2).
     """
     return 3 * numel * (data_parallel - 1) / data_parallel
-
-
-def activation_bytes(layers: int, checkpoints: float, input_bytes: float, intermediate_bytes: float) -> float:
-    """Return the bytes of activations of a stage of ``layers`` layers with this number of checkpoints.
-
-    ``input_bytes`` are those of the input of a layer, which a checkpoint stores, and ``intermediate_bytes`` those of
-    all activations inside a layer, which are recomputed from one checkpoint to the next.
-    """
-    return checkpoints * input_bytes + layers / checkpoints * intermediate_bytes
-
-
-def best_number_of_checkpoints(layers: int, input_bytes: float, intermediate_bytes: float) -> float:
-    """Return the number of checkpoints with the least memory. It is at most one per layer in practice."""
-    return sqrt(layers * intermediate_bytes / input_bytes)
-
-
-def bubble_share_beside_data_parallel(gpus: int, data_parallel: int, batches: int) -> float:
-    """Return the share of ``bubble_share`` without tensor parallelism, (n - d) / b' (section 3.3.1, figure 6).
-
-    ``batches`` is b', the global batch divided by the micro-batch.
-    """
-    return (gpus - data_parallel) / batches
-
-
-def scaled_throughput(throughput: float, stages: int, micro_batches: int, fewer_micro_batches: int) -> float:
-    """Return the throughput per GPU if only the bubble changes, because each pipeline has fewer micro-batches.
-
-    This is the effect of more GPUs on a fixed global batch (section 3.3.1). ``throughput`` was reached with
-    ``micro_batches``.
-    """
-    return throughput * (1 + bubble_share(stages, micro_batches)) / (1 + bubble_share(stages, fewer_micro_batches))
 
 
 def batch_s(sequences: int, micro_batch: int, stages: int, micro_batch_s: Callable[[int], float]) -> float:

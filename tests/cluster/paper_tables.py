@@ -20,7 +20,7 @@ VOCAB, SEQUENCE, PEAK_TFLOPS = 51_200, 2048, 312
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputRow:
-    """A row of one of the tables. ``days`` is None in table 1."""
+    """A row of one of the tables."""
 
     scheme: str
     numel_billions: str
@@ -33,9 +33,6 @@ class ThroughputRow:
     batch: int
     micro_batch: int
     tflops: float
-    days: float | None = None
-    peak_percent: int | None = None
-    aggregate_pflops: float | None = None
 
     @property
     def numel(self) -> float:
@@ -46,16 +43,6 @@ class ThroughputRow:
     def flops(self) -> float:
         """Return the operations of one iteration by equation 3."""
         return gpt_iteration_flops(self.layers, self.hidden, VOCAB, SEQUENCE, self.batch)
-
-    @property
-    def data_parallel(self) -> int:
-        """Return the data-parallel size."""
-        return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
-
-    @property
-    def micro_batches(self) -> int:
-        """Return the micro-batches per pipeline and iteration."""
-        return self.batch // (self.data_parallel * self.micro_batch)
 
 
 PROFILE = MACHINES[SELENE].profile(8)
@@ -99,8 +86,6 @@ def table_1() -> list[ThroughputRow]:
             batch=int(row["batch"]),
             micro_batch=1,
             tflops=float(row["tflops"]),
-            peak_percent=int(row["peak_percent"]),
-            aggregate_pflops=float(row["aggregate_pflops"]),
         )
         for row in _rows("megatron_table1.csv")
     ]
@@ -116,7 +101,6 @@ def table_2(scheme: str) -> list[ThroughputRow]:
             tensor_parallel=8 if scheme == "ptd" else 1,
             pipeline_parallel=int(row["model_parallel"]) // 8 if scheme == "ptd" else 1,
             tflops=float(row["tflops"]),
-            days=float(row["days"]),
         )
         for row in _rows("megatron_table2.csv")
         if row["scheme"] == scheme

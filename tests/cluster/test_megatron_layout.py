@@ -1,4 +1,4 @@
-"""Test the layout that Megatron-LM's pipeline would have, against table 1 of its paper and by properties."""
+"""Test the layout that Megatron-LM's pipeline would have: its schedule, table 1 of its paper and properties."""
 
 from __future__ import annotations
 
@@ -8,14 +8,89 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perf_model.cluster.pipeline import PipelineLayout, best_pipeline_layout, bubble_share, megatron_rates
+from perf_model.cluster.pipeline import (
+    PipelineLayout,
+    best_pipeline_layout,
+    bubble_share,
+    megatron_rates,
+    micro_batches_in_flight,
+)
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.prediction.network import Network
 from perf_model.presets.machines import MACHINES, SELENE
 from perf_model.training_run.micro_batch import PhaseRates
 from tests.cluster.paper_tables import PROFILE, SEQUENCE, ThroughputRow, job_of, rates_of, table_1
 
+
+def order_of(stage: int, stages: int, micro_batches: int, chunks: int) -> list[tuple[str, int, int]]:
+    """Return the operations of a stage with their chunk and micro-batch, as Megatron-LM runs them."""
+    count = chunks * micro_batches
+    interleaved = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warm_up = min(interleaved if chunks > 1 else stages - stage - 1, count)
+
+    def operation(kind: str, index: int) -> tuple[str, int, int]:
+        if chunks == 1:
+            return kind, 0, index
+        group, rest = divmod(index, stages * chunks)
+        chunk = rest // stages
+        return kind, chunk if kind == "forward" else chunks - 1 - chunk, group * stages + rest % stages
+
+    order = [operation("forward", index) for index in range(warm_up)]
+    for index in range(count):
+        if warm_up + index < count:
+            order.append(operation("forward", warm_up + index))
+        order.append(operation("backward", index))
+    return order
+
+
+def simulated_pipeline(stages: int, micro_batches: int, chunks: int = 1) -> tuple[float, float]:
+    """Return the end of a 1F1B pipeline in units of a forward, and the most micro-batches that are in flight.
+
+    Backward takes two units. An operation starts when the same stage and the neighbour that it depends on are done.
+    """
+    ends: dict[tuple[str, int, int], int] = {}
+    orders = [order_of(stage, stages, micro_batches, chunks) for stage in range(stages)]
+    free, last = [0] * stages, stages * chunks - 1
+    while any(orders):
+        for stage in range(stages):
+            while orders[stage]:
+                kind, chunk, index = orders[stage][0]
+                # Consecutive parts of the model are on consecutive stages.
+                part = chunk * stages + stage
+                neighbour = part - 1 if kind == "forward" else part + 1
+                needed = (kind, neighbour, index)
+                if 0 <= neighbour <= last and needed not in ends:
+                    break
+                start = max(free[stage], ends.get(needed, 0))
+                free[stage] = ends[kind, part, index] = start + (1 if kind == "forward" else 2)
+                orders[stage].pop(0)
+    in_flight = most = 0
+    for (kind, part, _), _ in sorted(ends.items(), key=lambda item: item[1]):
+        if part % stages == 0:
+            in_flight += 1 if kind == "forward" else -1
+            most = max(most, in_flight)
+    return max(ends.values()) / chunks, most / chunks
+
+
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_the_bubble_and_the_micro_batches_in_flight_are_those_of_a_simulated_pipeline(
+    stages: int, micro_batches: int
+) -> None:
+    end, in_flight = simulated_pipeline(stages, micro_batches)
+    assert end == pytest.approx(3 * micro_batches * (1 + bubble_share(stages, micro_batches)))
+    assert in_flight == micro_batches_in_flight(stages, micro_batches)
+
+
+@given(st.integers(2, 6), st.integers(1, 6), st.integers(2, 5))
+def test_the_interleaved_schedule_divides_the_bubble_by_its_chunks(stages: int, groups: int, chunks: int) -> None:
+    micro_batches = groups * stages
+    end, in_flight = simulated_pipeline(stages, micro_batches, chunks)
+    assert end == pytest.approx(3 * micro_batches * (1 + bubble_share(stages, micro_batches, chunks)))
+    assert in_flight == pytest.approx(micro_batches_in_flight(stages, micro_batches, chunks))
+
+
 GPU_BYTES = MACHINES[SELENE].gpu_memory_bytes - GPU_MARGIN_BYTES
+
 
 WITH_PIPELINE = [row for row in table_1() if row.pipeline_parallel > 1]
 
@@ -25,6 +100,7 @@ def best_layout(row: ThroughputRow, rates: PhaseRates, gpu_bytes: float, *sizes:
 
 
 RATES = rates_of(job_of(WITH_PIPELINE[0]))
+
 
 FEWER_STAGES = {"310.1": 12, "529.6": 21}
 """The rows for which fewer stages fit than the paper uses, 16 and 35; it does not give the reason."""

@@ -1,46 +1,27 @@
-"""Reproduce the tables and figures of the Megatron paper (arXiv 2104.04473) with formulas and with ``ModelShape``."""
+"""Reproduce the tables and figures of the Megatron paper (arXiv 2104.04473) with ``ModelShape`` and ``cluster``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from perf_model.cluster.layouts import layouts_of, predict_layouts
-from perf_model.cluster.pipeline import ADAPTER_BYTES_PER_S, bubble_share
+from perf_model.cluster.pipeline import ADAPTER_BYTES_PER_S
 from perf_model.planner import UNIT_SIZES
 from perf_model.training_run.decoder import gpt
 from perf_model.training_run.forecast import MemoryLimits, Overlap
-from tests.cluster.paper_formulas import (
-    approximate_training_s,
-    best_micro_batch,
-    bubble_share_beside_data_parallel,
-    gradient_all_reduce_elements,
-    scaled_throughput,
-    scattered_pipeline_elements,
-    training_s,
-)
-from tests.cluster.paper_tables import (
-    PEAK_TFLOPS,
-    PROFILE,
-    SEQUENCE,
-    VOCAB,
-    ThroughputRow,
-    job_of,
-    schedules,
-    table_1,
-    table_2,
-)
-
-DAY_S = 86_400
-TOKENS = 300e9
-"""The tokens that the training times of table 2 are for."""
+from tests.cluster.paper_formulas import best_micro_batch, gradient_all_reduce_elements, scattered_pipeline_elements
+from tests.cluster.paper_tables import PROFILE, SEQUENCE, VOCAB, ThroughputRow, job_of, schedules, table_1, table_2
 
 TABLE_1 = table_1()
+
+
 ZERO_3, PTD = table_2("zero3"), table_2("ptd")
+
+
 MODELS_OF_TABLE_2 = ("174.6", "529.6")
 
 
@@ -52,14 +33,6 @@ def test_the_tables_are_complete() -> None:
     assert (len(TABLE_1), len(ZERO_3), len(PTD)) == (10, 6, 6)
 
 
-@pytest.mark.parametrize("row", TABLE_1, ids=name_of)
-def test_table_1_is_reproduced(row: ThroughputRow) -> None:
-    assert f"{row.numel / 1e9:.1f}" == row.numel_billions, "equation 2, to the printed digit"
-    assert round(100 * row.tflops / PEAK_TFLOPS) == row.peak_percent
-    assert row.gpus * row.tflops / 1e3 == pytest.approx(row.aggregate_pflops, rel=5e-3)
-    assert row.gpus % (row.tensor_parallel * row.pipeline_parallel) == 0
-
-
 @pytest.mark.parametrize("row", [*TABLE_1, *ZERO_3, *PTD], ids=name_of)
 def test_the_model_shape_has_the_parameters_and_operations_of_equations_2_and_3(row: ThroughputRow) -> None:
     shape = gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE)
@@ -68,42 +41,8 @@ def test_the_model_shape_has_the_parameters_and_operations_of_equations_2_and_3(
     assert shape.iteration_flops(row.batch, SEQUENCE, recompute=True) == pytest.approx(row.flops, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("numel_billions", "numel", "tokens", "gpus", "tflops", "days"),
-    [("174.6", 175e9, 300e9, 1024, 140, 34), ("1008.0", 1e12, 450e9, 3072, 163, 84)],
-)
-def test_the_training_times_of_section_5_1_are_reproduced(
-    numel_billions: str, numel: float, tokens: float, gpus: int, tflops: float, days: float
-) -> None:
-    assert approximate_training_s(tokens, numel, gpus, tflops * 1e12) / DAY_S == pytest.approx(days, abs=1)
-    row = next(row for row in (*TABLE_1, *PTD) if row.numel_billions == numel_billions)
-    exact_s = training_s(tokens, row.batch * SEQUENCE, row.flops, gpus, tflops * 1e12)
-    assert exact_s / DAY_S == pytest.approx(days, abs=1.1)
-
-
-@pytest.mark.parametrize("row", [*ZERO_3, *PTD], ids=name_of)
-def test_the_training_times_of_table_2_are_reproduced(row: ThroughputRow) -> None:
-    exact_s = training_s(TOKENS, row.batch * SEQUENCE, row.flops, row.gpus, row.tflops * 1e12)
-    assert exact_s / DAY_S == pytest.approx(row.days, abs=1)
-    assert approximate_training_s(TOKENS, row.numel, row.gpus, row.tflops * 1e12) / DAY_S == pytest.approx(
-        row.days, rel=0.04
-    )
-
-
 def rows_of(rows: list[ThroughputRow], numel_billions: str) -> list[ThroughputRow]:
     return [row for row in rows if row.numel_billions == numel_billions]
-
-
-def scaled_by_the_bubble(first: ThroughputRow, row: ThroughputRow) -> float:
-    """Return the throughput of ``row`` that follows from that of ``first``."""
-    return scaled_throughput(first.tflops, first.pipeline_parallel, first.micro_batches, row.micro_batches)
-
-
-@pytest.mark.parametrize("numel_billions", MODELS_OF_TABLE_2)
-def test_the_bubble_explains_the_strong_scaling_of_table_2(numel_billions: str) -> None:
-    first, *others = rows_of(PTD, numel_billions)
-    for row in others:
-        assert scaled_by_the_bubble(first, row) == pytest.approx(row.tflops, rel=0.02)
 
 
 def of_megatron(row: ThroughputRow) -> float:
@@ -166,19 +105,6 @@ def test_each_chunk_adds_the_communication_of_one_more_hop() -> None:
     elements = scattered_pipeline_elements(1, SEQUENCE, 12288, 8)
     hop_s = 2 * elements / ADAPTER_BYTES_PER_S + 7 * 2 * elements / PROFILE.rate("all_gather_bytes_per_s")
     assert micro_batch_s(4) - micro_batch_s(1) == pytest.approx(3 * 2 * hop_s)
-
-
-@pytest.mark.parametrize("gpus", [32, 128])
-@pytest.mark.parametrize("batches", [32, 128, 512])
-@pytest.mark.parametrize("data_parallel", [1, 2, 4, 8, 16, 32])
-def test_the_bubble_beside_data_parallelism_is_that_of_the_pipeline(
-    gpus: int, batches: int, data_parallel: int
-) -> None:
-    """Check figure 6: (n - d) / b' is (p - 1) / m with p = n / d stages and m = b' / d micro-batches."""
-    share = bubble_share_beside_data_parallel(gpus, data_parallel, batches)
-    by_hand = Fraction(gpus - data_parallel, batches)
-    assert share == by_hand
-    assert bubble_share(gpus // data_parallel, batches // data_parallel) == by_hand
 
 
 SIZES = (1, 2, 4, 8, 16)
