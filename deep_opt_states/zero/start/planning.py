@@ -95,9 +95,8 @@ def make_plan(
             # Rules do not ask for sums of other units on the accelerator, which the plan below also counts.
             without_sums = replace(unlimited, setup=replace(setup, sums_on_accelerator=False))
             budget.require(without_sums.fixed_bytes)
-        request = replace(
-            unlimited, budgets=Budgets(gpu_bytes=max(budget.bytes if budget else 0, unlimited.fixed_bytes))
-        )
+        gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
+        request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
         raise_together(lambda: accelerator.validate(plan))
     else:
@@ -155,8 +154,7 @@ def _predict(
         in_forward = ParameterUses(sub_groups, uses)
         windows = replace(windows, first_use=in_forward.first_use(plan.workload))
         plan = replace(plan, workload=in_forward.count(plan.workload))
-    # Without an accelerator, model and update use the same cores: nothing can be hidden.
-    usable = windows if has_accelerator else NO_WINDOWS
+    usable = windows if has_accelerator else NO_WINDOWS  # Model and update use the same cores: nothing can be hidden.
     timeline = simulate(plan.schedule, plan.workload, cost, usable)
     phases = usable.phases(timeline, plan.workload, cost)
     return PredictedUpdate(timeline, usable.exposed_s(timeline, plan.workload, cost), phases)
