@@ -37,7 +37,7 @@ class Run:
 class Framework:
     """A release of a framework, its patches for the CPU, and its runs.
 
-    The first word of ``requirement`` is the release; its GRPO imports the other packages, which it does not require.
+    The first word of ``requirement`` is the release. It imports the other packages, and does not require them.
     ``config`` is the ZeRO-3 offload config that the project publishes, or its path in the package. ``pins`` is the
     framework's own requirement of DeepSpeed.
     """
@@ -186,7 +186,7 @@ FRAMEWORKS = (
     ),
     Framework(
         name="axolotl",
-        requirement="axolotl==0.19.0",
+        requirement="axolotl==0.19.0 triton",
         pins="`>=0.18.6,<0.19` in `axolotl[deepspeed]`",
         patches="axolotl_on_cpu gloo",
         # Its Accelerate keeps PyTorch's Adam because of this key, and the plugin refuses that.

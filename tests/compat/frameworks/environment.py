@@ -22,7 +22,7 @@ from tests.launch import REPOSITORY
 FOLDER = REPOSITORY / ".cache" / "frameworks"
 SHARED = ("torch", "deepspeed")
 NOT_ON_CPU = ("torchvision", "torchaudio", "xformers", "flash-attn", "liger-kernel", "triton", "vllm")
-"""Packages that need another build of PyTorch, or CUDA."""
+"""Packages that need another build of PyTorch, or CUDA, and are left out unless a requirement names them."""
 
 FINDER = '''
 """Find PyTorch and DeepSpeed in the environment of the tests."""
@@ -76,7 +76,8 @@ class FrameworkEnvironment:
         self._link_shared()
         needed = [line for name in SHARED for line in metadata.requires(name) or () if "extra ==" not in line]
         never = self.folder / "overrides.txt"
-        never.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in (*SHARED, *NOT_ON_CPU)))
+        others = {*SHARED, *NOT_ON_CPU} - {*requirement.split()}
+        never.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in sorted(others)))
         subprocess.run(
             [
                 *(uv(), "pip", "install", "--quiet", "--python", str(self.python), "--override", str(never)),

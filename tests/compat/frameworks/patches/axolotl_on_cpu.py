@@ -15,6 +15,29 @@ def use_gloo(module: Any) -> None:
     wrapt.wrap_function_wrapper(module, "init_distributed", init)
 
 
+@wrapt.when_imported("accelerate.state")
+def count_ranks(module: Any) -> None:
+    """Let Accelerate connect the ranks for the CPU: axolotl asks it for GPUs, and each rank would be the only one."""
+
+    def init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(**{**kwargs, "cpu": True})
+
+    wrapt.wrap_function_wrapper(module, "PartialState.__init__", init)
+
+
+@wrapt.when_imported("peft")
+def seed_adapters(module: Any) -> None:
+    """Seed PyTorch before a LoRA is drawn at random: axolotl does not, so that two runs of stock differ."""
+
+    def draw(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        import torch
+
+        torch.manual_seed(11)
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "get_peft_model", draw)
+
+
 @wrapt.when_imported("transformers.training_args")
 def use_cpu(module: Any) -> None:
     """Set ``use_cpu`` in all training arguments."""
