@@ -195,7 +195,7 @@ class MonitorEvents(ReportSink):
         values: dict[str, float] = {}
         for name, value in asdict(record.numbers).items():
             if value is not None:
-                values[name.replace("_bytes", "_gb")] = value / GB if "_bytes" in name else value
+                values[name.replace("bytes", "gb")] = value / GB if "bytes" in name else value
         # A prediction is a simulation, too slow for every step.
         for row in reporter.comparison() if record.is_due(self._every_n_steps) else []:
             if row.name in (UPDATE, EXPOSED):
