@@ -128,6 +128,10 @@ class RecordingAccelerator(CPU_Accelerator):
 
     _torch_pins_host_memory = True
 
+    def memory_stats_as_nested_dict(self) -> dict[str, Any]:
+        """Return nothing, as PyTorch does before it uses a GPU."""
+        return {}
+
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         return self._views.pin(tensor)
 
