@@ -98,9 +98,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._empty_param_groups()
         self._norms = Norms(self)
         self._steps: list[AdamStep] = []
-        self._stepped = False
-        self._window_is_open = False
-        """Whether gradients were reduced since the last step, and not discarded."""
+        self._stepped = self._window_is_open = False
+        """Whether no backward has followed the last update, and whether gradients were reduced since then and kept."""
         self._grad_scale = 1.0
         self._eager = EagerUpdates(assembly.context.device, running, self._likely_steps)
 
@@ -189,7 +188,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         # The caller may have written to partitions since forward, and backward gathers them again.
         self._gathers.order_after_caller()
         self._update.wait_on_stream()
-        # After the last wait for the update.
         self._running.exposure.waits.backward_starts()
         if self._stepped:
             self._stepped = False

@@ -30,11 +30,9 @@ from perf_model.prediction.memory import Budgets, TrainingSetup, summary_by_plac
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.serial import serial_schedule
 from perf_model.schedule.uses import ParameterUses
-from perf_model.schedule.workload import Partition, Workload
+from perf_model.schedule.workload import Partition
 from perf_model.units import counted
 
 
@@ -50,8 +48,7 @@ class PlannedRun:
     request: PlanRequest | None = None
     """The inputs of the planner; None if the config gives all placements."""
     notes: tuple[str, ...] = ()
-    stock_s: float | None = None
-    """The predicted seconds of stock's update, which forward and backward cannot hide; None without a profile."""
+    profile: HardwareProfile | None = None
 
     def at_start(self) -> str:
         """Return the line to log at start: the plan, the reason why nothing is streamed, and the notes."""
@@ -78,12 +75,11 @@ def make_plan(
     """
     workload = config.workload(sub_groups)
     notes: list[str] = []
-    predict, request, why, stock_s = None, None, "", None
+    predict, request, why, profile = None, None, "", None
     if config.predicts(workload):
         profile = _load_profile(config, accelerator, share, notes.append)
         cost = with_disks(config, CostModel.from_profile(profile, setup.widths), workload, setup.widths, notes.append)
         predict = partial(_predict, cost, profile.has_accelerator, sub_groups)
-        stock_s = _stock_update_s(profile, setup.widths, workload)
     if config.plans(workload):
         unlimited = PlanRequest(
             sub_groups=sub_groups,
@@ -98,23 +94,14 @@ def make_plan(
         )
         if budget is not None:
             # Rules do not ask for sums of other units on the accelerator, which the plan below also counts.
-            without_sums = replace(unlimited, setup=replace(setup, sums_on_accelerator=False))
-            budget.require(without_sums.fixed_bytes)
+            budget.require(replace(unlimited, setup=replace(setup, sums_on_accelerator=False)).fixed_bytes)
         gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
         raise_together(lambda: accelerator.validate(plan))
     else:
         plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload)), lambda plan: plan.fingerprint)
-    return PlannedRun(plan, predict, why, request, tuple(notes), stock_s)
-
-
-def _stock_update_s(profile: HardwareProfile, widths: Widths, workload: Workload) -> float | None:
-    """Return the predicted seconds of stock's update with all states in host memory, None without its rate."""
-    if profile.get("stock_cpu_adam_params_per_s") is None or workload.on_disk_numel:
-        return None
-    schedule = serial_schedule((Placement.CPU,) * len(workload.units))
-    return simulate(schedule, workload, CostModel.for_stock(profile, widths)).end_s
+    return PlannedRun(plan, predict, why, request, tuple(notes), profile)
 
 
 def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:

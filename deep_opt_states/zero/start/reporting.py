@@ -22,9 +22,15 @@ from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink,
 from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.start.assembly import Assembly
+from perf_model.prediction.cost import CostModel
+from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import MemoryKind, total_reserved
+from perf_model.prediction.simulate import simulate
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.serial import serial_schedule
+from perf_model.schedule.workload import Workload
 
 
 class EngineProgress:
@@ -86,6 +92,14 @@ def _memory_bytes() -> int:
     return process_bytes() if get_accelerator().device_name() == "cpu" else reserved_bytes()
 
 
+def _stock_update_s(profile: HardwareProfile | None, widths: Widths, workload: Workload) -> float | None:
+    """Return the predicted seconds of stock's update with all states in host memory, None without its rate."""
+    if profile is None or profile.get("stock_cpu_adam_params_per_s") is None or workload.on_disk_numel:
+        return None
+    schedule = serial_schedule((Placement.CPU,) * len(workload.units))
+    return simulate(schedule, workload, CostModel.for_stock(profile, widths)).end_s
+
+
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
     exposure = assembly.running.exposure
     planned, plan, widths = assembly.planned, assembly.running.plan, assembly.context.setup.widths
@@ -99,7 +113,7 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
         read_windows=assembly.running.windows.windows,
         read_iteration=lambda: exposure.iteration,
         read_memory_bytes=_memory_bytes,
-        stock_s=planned.stock_s,
+        stock_s=_stock_update_s(planned.profile, widths, plan.workload),
         description=[
             *planned.at_end(plan, widths),
             f"memory of rank 0: {total_reserved(assembly.context.device.reserved)}",
