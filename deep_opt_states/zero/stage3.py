@@ -98,9 +98,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._empty_param_groups()
         self._norms = Norms(self)
         self._steps: list[AdamStep] = []
-        self._stepped = False
-        self._window_is_open = False
-        """Whether gradients were reduced since the last step, and not discarded."""
+        self._stepped = self._window_is_open = False
+        """Whether no backward has followed the last update, and whether gradients were reduced since then and kept."""
         self._grad_scale = 1.0
         self._eager = EagerUpdates(assembly.context.device, running, self._likely_steps)
 

@@ -74,7 +74,8 @@ def make_plan(
     ``ConfigError`` or ``Unsupported`` for an impossible placement, ``ProfileError`` for an unusable profile.
     """
     workload = config.workload(sub_groups)
-    notes, predict, request, why, profile = list[str](), None, None, "", None
+    notes: list[str] = []
+    predict, request, why, profile = None, None, "", None
     if config.predicts(workload):
         profile = _load_profile(config, accelerator, share, notes.append)
         cost = with_disks(config, CostModel.from_profile(profile, setup.widths), workload, setup.widths, notes.append)
@@ -93,8 +94,7 @@ def make_plan(
         )
         if budget is not None:
             # Rules do not ask for sums of other units on the accelerator, which the plan below also counts.
-            without_sums = replace(unlimited, setup=replace(setup, sums_on_accelerator=False))
-            budget.require(without_sums.fixed_bytes)
+            budget.require(replace(unlimited, setup=replace(setup, sums_on_accelerator=False)).fixed_bytes)
         gpu_bytes = max(0 if budget is None else budget.bytes, unlimited.fixed_bytes)
         request = replace(unlimited, budgets=Budgets(gpu_bytes=gpu_bytes))
         plan, why = plan_on_rank_0(request, accelerator)
@@ -154,7 +154,8 @@ def _predict(
         in_forward = ParameterUses(sub_groups, uses)
         windows = replace(windows, first_use=in_forward.first_use(plan.workload))
         plan = replace(plan, workload=in_forward.count(plan.workload))
-    usable = windows if has_accelerator else NO_WINDOWS  # Model and update use the same cores: nothing can be hidden.
+    # Without an accelerator, model and update use the same cores: nothing can be hidden.
+    usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)
     phases = usable.phases(timeline, plan.workload, cost)
     return PredictedUpdate(timeline, usable.exposed_s(timeline, plan.workload, cost), phases)

@@ -30,6 +30,7 @@ from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.serial import serial_schedule
+from perf_model.schedule.workload import Workload
 
 
 class EngineProgress:
@@ -91,12 +92,12 @@ def _memory_bytes() -> int:
     return process_bytes() if get_accelerator().device_name() == "cpu" else reserved_bytes()
 
 
-def _stock_update_s(profile: HardwareProfile | None, plan: UpdatePlan, widths: Widths) -> float | None:
+def _stock_update_s(profile: HardwareProfile | None, widths: Widths, workload: Workload) -> float | None:
     """Return the predicted seconds of stock's update with all states in host memory, None without its rate."""
-    if profile is None or profile.get("stock_cpu_adam_params_per_s") is None or plan.workload.on_disk_numel:
+    if profile is None or profile.get("stock_cpu_adam_params_per_s") is None or workload.on_disk_numel:
         return None
-    schedule = serial_schedule((Placement.CPU,) * len(plan.placements))
-    return simulate(schedule, plan.workload, CostModel.for_stock(profile, widths)).end_s
+    schedule = serial_schedule((Placement.CPU,) * len(workload.units))
+    return simulate(schedule, workload, CostModel.for_stock(profile, widths)).end_s
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
@@ -112,7 +113,7 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
         read_windows=assembly.running.windows.windows,
         read_iteration=lambda: exposure.iteration,
         read_memory_bytes=_memory_bytes,
-        stock_s=_stock_update_s(planned.profile, plan, widths),
+        stock_s=_stock_update_s(planned.profile, widths, plan.workload),
         description=[
             *planned.at_end(plan, widths),
             f"memory of rank 0: {total_reserved(assembly.context.device.reserved)}",
