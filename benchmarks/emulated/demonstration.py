@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from unittest import mock
 
 import torch
@@ -24,6 +25,7 @@ from deep_opt_states.report.folder import RecordedRun, values_of
 from examples.common.one_rank import be_the_only_rank_unless_launched, do_not_build_shared_memory_collectives
 from perf_model.prediction.draw import draw
 from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.timeline import Phase, PhaseSpan
 from perf_model.presets.machines import MACHINES
 from perf_model.training_run.training_memory import TrainingMemory
 from tests.software_gpu import settings
@@ -103,7 +105,13 @@ def main() -> None:
     title = f"EMULATED, {results['model']} on {results['machine']}: {plugin.plan}"
     assert run.measured is not None
     timeline, phases = run.measured
-    draw(timeline, folder / "timeline.png", title, phases)
+    draw(timeline, folder / "timeline.png", title, phases, _phases_of(stock))
+
+
+def _phases_of(stock: Arm) -> list[PhaseSpan]:
+    """Return the phases of a median iteration of stock: its update, all of which is exposed, and forward."""
+    update_s, forward_s = median(stock.step_s), median(stock.forward_s)
+    return [PhaseSpan(Phase.EXPOSED, 0.0, update_s), PhaseSpan(Phase.FORWARD, update_s, update_s + forward_s)]
 
 
 def _train(variant: Variant) -> Arm:

@@ -61,6 +61,7 @@ class Arm:
     plan: UpdatePlan | None = None
     iteration_s: list[float] = field(default_factory=list)
     without_updates_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     updates: list[MeasuredUpdate] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
@@ -156,6 +157,7 @@ class Arm:
         ends_s = marks[:: len(PHASES)]
         for iteration, (start_s, end_s) in list(enumerate(pairwise(ends_s), start=1))[1:]:
             self.iteration_s.append(end_s - start_s)
+            self.forward_s.append(marks[iteration * len(PHASES) - 2] - start_s)
             self.step_s.append(end_s - marks[iteration * len(PHASES) - 1])
 
     def take_turn_without_updates(self, setting: Any, iterations: int) -> None:

@@ -29,28 +29,42 @@ COLOURS: dict[Phase | ActionKind, str] = {
     ActionKind.WRITE: "#b35f7a",
 }
 
+STOCK = "stock's model"
+"""The row of stock's phases."""
+
 _CONTEXT_SHARE = 0.08
 
 _WIDTH_INCHES, _TITLE_CHARACTERS, _LABEL_POINTS = 13, 180, 8
 
 
-def draw(timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = ()) -> None:
-    """Write the picture to ``path``, whose suffix is the format, and create its folder."""
+def draw(
+    timeline: Timeline,
+    path: Path,
+    title: str,
+    phases: Sequence[PhaseSpan] = (),
+    of_stock: Sequence[PhaseSpan] = (),
+) -> None:
+    """Write the picture to ``path``, whose suffix is the format, and create its folder.
+
+    With ``of_stock``, the phases of stock's model are the first row, on the same time axis.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _figure(timeline, title, phases).savefig(path, dpi=120)
+    _figure(timeline, title, phases, of_stock).savefig(path, dpi=120)
 
 
-def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figure:
+def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan], of_stock: Sequence[PhaseSpan] = ()) -> Figure:
     # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rows: list[str | Lane] = [*([MODEL] if phases else []), *timeline.lanes]
+    model_rows = [name for name, spans in ((STOCK, of_stock), (MODEL, phases)) if spans]
+    rows: list[str | Lane] = [*model_rows, *timeline.lanes]
     figure = Figure(figsize=(_WIDTH_INCHES, 1.8 + 0.7 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     start_ms, end_ms = shown_ms(timeline, phases)
+    end_ms = max([end_ms, *(span.end_s * 1e3 for span in of_stock)])
     ms_per_point = (end_ms - start_ms) / (0.9 * _WIDTH_INCHES * 72)
 
     def bar(row: int, left_ms: float, right_ms: float, colour: str, label: str) -> None:
@@ -61,16 +75,17 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
         if len(label) * 0.7 * _LABEL_POINTS <= width_points:
             axes.text((left_ms + right_ms) / 2, row, label, ha="center", va="center", fontsize=_LABEL_POINTS)
 
-    for phase_span in phases:
+    for name, phase_span in [*((MODEL, span) for span in phases), *((STOCK, span) for span in of_stock)]:
         left_ms, right_ms = max(start_ms, phase_span.start_s * 1e3), min(end_ms, phase_span.end_s * 1e3)
-        name, colour = phase_span.phase.value, COLOURS[phase_span.phase]
-        axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
-        bar(0, left_ms, right_ms, colour, f"{name} {seconds(phase_span.end_s - phase_span.start_s)}")
+        label, colour = phase_span.phase.value, COLOURS[phase_span.phase]
+        if name == MODEL and not of_stock:
+            axes.axvspan(left_ms, right_ms, color=colour, alpha=0.2, linewidth=0, zorder=0)
+        bar(rows.index(name), left_ms, right_ms, colour, f"{label} {seconds(phase_span.end_s - phase_span.start_s)}")
     for span in timeline.spans:
         row, colour = rows.index(span.action.lane), COLOURS[span.action.kind]
         bar(row, span.start_s * 1e3, span.end_s * 1e3, colour, str(span.action.unit))
     busy = [f"{lane.value}\n{timeline.busy_s(lane) / max(timeline.active_s, 1e-9):.0%} busy" for lane in timeline.lanes]
-    axes.set_yticks(range(len(rows)), [*([MODEL] if phases else []), *busy])
+    axes.set_yticks(range(len(rows)), [*model_rows, *busy])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(start_ms, end_ms)
     if start_ms < 0:
@@ -83,7 +98,7 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan]) -> Figu
         exposed_s = seconds_of(Phase.EXPOSED, phases)
         heading += f": {exposed_s * 1e3:.1f} ms exposed, {timeline.hidden_s(exposed_s) * 1e3:.1f} ms hidden"
     axes.set_title(f"{heading}\n{textwrap.fill(title, _TITLE_CHARACTERS)}", fontsize=9)
-    shown = {span.action.kind for span in timeline.spans} | {phase_span.phase for phase_span in phases}
+    shown = {span.action.kind for span in timeline.spans} | {span.phase for span in (*phases, *of_stock)}
     patches = [Patch(color=colour, label=entry.value) for entry, colour in COLOURS.items() if entry in shown]
     if patches:
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)

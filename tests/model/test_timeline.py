@@ -114,6 +114,17 @@ def test_picture_shows_actions_that_ran_before_the_step_was_decided(drawn: list[
     assert busy == ["h2d\n70% busy", "compute\n0% busy", "d2h\n0% busy", "cpu\n30% busy", "publish\n10% busy"]
 
 
+def test_picture_has_stocks_model_above_the_plugins_on_one_axis(drawn: list[Figure], tmp_path: Path) -> None:
+    end_s = 10 * TIMELINE.end_s
+    of_stock = [PhaseSpan(Phase.EXPOSED, 0.0, end_s)]
+    draw(TIMELINE, tmp_path / "timeline.png", "a title", PHASES, of_stock)
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["stock's model", "model"]
+    assert axes.get_xlim()[1] == pytest.approx(end_s * 1e3)
+    in_first_row = [bar for bar in axes.patches if bar.get_y() + bar.get_height() / 2 == 0]
+    assert [bar.get_width() for bar in in_first_row] == [pytest.approx(end_s * 1e3)]
+
+
 def test_picture_has_the_model_above_the_lanes(drawn: list[Figure], tmp_path: Path) -> None:
     """Check also that little of backward and forward is shown: as much as shows which actions they hide."""
     early = Span(Action(ActionKind.PREFETCH, 3, 0), -0.005, 0.0)
