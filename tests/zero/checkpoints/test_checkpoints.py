@@ -359,7 +359,7 @@ def universal_without_optimizer_states(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckpointJob:
     """A function that asserts its result, called on each of ``ranks`` with a folder.
 
     If ``saved_on`` is given, the folder contains checkpoints that this number of ranks has saved. ``converted`` ones
@@ -377,17 +377,19 @@ EVERYWHERE = ("fp32", "bf16-masters", "bf16", "disk")
 
 JOBS = {
     # Parity resumes with states on disk.
-    "resume": Job(resume, 2, saved_on=2, states=EVERYWHERE[:3]),
-    "missing moments": Job(missing_moments, 1, saved_on=1),
-    "another set of rules": Job(another_set_of_rules, 2),
+    "resume": CheckpointJob(resume, 2, saved_on=2, states=EVERYWHERE[:3]),
+    "missing moments": CheckpointJob(missing_moments, 1, saved_on=1),
+    "another set of rules": CheckpointJob(another_set_of_rules, 2),
     # A load with bf16 masters puts the moments in another dtype, with stock, too: the job would find other states.
-    "tags": Job(tags, 2, states=("fp32", "bf16")),
-    "latest is written last": Job(latest_is_written_last, 2),
-    "asynchronous writer": Job(asynchronous_writer, 1),
-    "universal, 1 to 2 ranks": Job(universal, 2, saved_on=1, converted=True, states=EVERYWHERE),
-    "universal, 2 to 1 ranks": Job(universal, 1, saved_on=2, converted=True, states=EVERYWHERE),
-    "universal, 2 to 4 ranks": Job(universal, 4, saved_on=2, converted=True),
-    "universal, without optimizer states": Job(universal_without_optimizer_states, 1, saved_on=2, converted=True),
+    "tags": CheckpointJob(tags, 2, states=("fp32", "bf16")),
+    "latest is written last": CheckpointJob(latest_is_written_last, 2),
+    "asynchronous writer": CheckpointJob(asynchronous_writer, 1),
+    "universal, 1 to 2 ranks": CheckpointJob(universal, 2, saved_on=1, converted=True, states=EVERYWHERE),
+    "universal, 2 to 1 ranks": CheckpointJob(universal, 1, saved_on=2, converted=True, states=EVERYWHERE),
+    "universal, 2 to 4 ranks": CheckpointJob(universal, 4, saved_on=2, converted=True),
+    "universal, without optimizer states": CheckpointJob(
+        universal_without_optimizer_states, 1, saved_on=2, converted=True
+    ),
 }
 
 

@@ -159,7 +159,7 @@ LOGGED = [step for step in UPDATED if step % LOG_EVERY == 0]
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedRanks:
     """The observations of both ranks, by subject, and the folder of the monitors."""
 
     folder: Path
@@ -171,13 +171,13 @@ class Observed:
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> ObservedRanks:
     """Train with all means of observation: monitors, the log, the run's folder, a profiler and DeepSpeed's timers."""
     folder = tmp_path_factory.mktemp("monitored")
     path = folder / "profile.json"
     cpu_rates = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "stock", "dram"))}
     path.write_text(profile(cpu_rates).to_json())
-    return Observed(folder, on_ranks(2, observe, folder, str(path)))
+    return ObservedRanks(folder, on_ranks(2, observe, folder, str(path)))
 
 
 def observe(folder: Path, hardware: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ pytestmark = pytest.mark.xdist_group("monitored training")
 
 
 def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
-    observed: Observed,
+    observed: ObservedRanks,
 ) -> None:
     folder = observed.folder
     first, second = observed.by_rank("monitored")
@@ -223,7 +223,7 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
         assert scalars == pytest.approx(values, rel=1e-6)
 
 
-def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observed: Observed) -> None:
+def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observed: ObservedRanks) -> None:
     first, second = observed.by_rank("output")
     lines = re.findall(r"\[deep_opt_states\] step=(\d+), update exposed=.*", first)
     assert list(map(int, lines)) == LOGGED
@@ -236,7 +236,9 @@ def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observe
     assert "step=" not in second
 
 
-def test_the_run_is_recorded_and_rendered_as_a_page(observed: Observed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_is_recorded_and_rendered_as_a_page(
+    observed: ObservedRanks, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = observed.folder
     first, _ = observed.by_rank("monitored")
     run = RecordedRun.read(folder / "run")
@@ -259,7 +261,7 @@ def test_the_run_is_recorded_and_rendered_as_a_page(observed: Observed, capsys: 
     assert names <= {event["name"] for event in trace["traceEvents"]}
 
 
-def test_profilers_show_the_schedule(observed: Observed) -> None:
+def test_profilers_show_the_schedule(observed: ObservedRanks) -> None:
     for found in observed.by_rank("profiled"):
         all_threads, this_thread = found["all threads"], found["this thread"]
         # Each action runs once in each of the two steps.
@@ -268,7 +270,7 @@ def test_profilers_show_the_schedule(observed: Observed) -> None:
         assert not {name for name in this_thread if name in found["schedule"]}
 
 
-def test_the_step_timer_of_deepspeed_covers_the_whole_update(observed: Observed) -> None:
+def test_the_step_timer_of_deepspeed_covers_the_whole_update(observed: ObservedRanks) -> None:
     for found in observed.by_rank("timed"):
         # The last update is reported when the engine is destroyed.
         assert len(found["step_s"]) == len(found["exposed_s"]) == 3
