@@ -42,7 +42,7 @@ ON_DEVICE = (
 
 
 @dataclass(frozen=True)
-class ScenarioRun:
+class BehaviourRun:
     """One start of ranks, in which the scenarios run one after the other.
 
     On the GPU in software, nothing is executed before it is waited for, so that a missing wait shows.
@@ -63,17 +63,17 @@ class ScenarioRun:
 
 
 RUNS = (
-    ScenarioRun(1),
-    ScenarioRun(2, thorough=True),
-    *(ScenarioRun(1, OF_STATES, dtypes=dtypes) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
-    *(ScenarioRun(2, OF_STATES, dtypes=dtypes, thorough=True) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
-    ScenarioRun(2, ON_DEVICE, on="software_gpu"),
-    *(ScenarioRun(world_size, on="software_gpu", thorough=True) for world_size in (1, 2)),
+    BehaviourRun(1),
+    BehaviourRun(2, thorough=True),
+    *(BehaviourRun(1, OF_STATES, dtypes=dtypes) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
+    *(BehaviourRun(2, OF_STATES, dtypes=dtypes, thorough=True) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
+    BehaviourRun(2, ON_DEVICE, on="software_gpu"),
+    *(BehaviourRun(world_size, on="software_gpu", thorough=True) for world_size in (1, 2)),
 )
 
 
 @once
-def compared(ranks: ScenarioRun) -> list[dict[str, dict[str, Any]]]:
+def compared(ranks: BehaviourRun) -> list[dict[str, dict[str, Any]]]:
     """Return the findings of each rank in each scenario."""
     return on_ranks(ranks.world_size, compare, ranks.dtypes, ranks.names, group=GROUPS[ranks.on], timeout_s=900)
 
@@ -87,7 +87,7 @@ def compare(dtypes: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.promise("P1")
 @pytest.mark.parametrize(("ranks", "name"), [parameter for ranks in RUNS for parameter in ranks.parameters()])
-def test_callers_see_the_same_values_as_with_stock(ranks: ScenarioRun, name: str) -> None:
+def test_callers_see_the_same_values_as_with_stock(ranks: BehaviourRun, name: str) -> None:
     for rank, by_name in enumerate(compared(ranks)):
         assert by_name[name]["differences"] == [], f"rank {rank}"
         assert by_name[name]["seen"] > 3

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import profiler
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.report.page import RecordedRun
+from deep_opt_states.report.folder import RecordedRun
 from deep_opt_states.runtime.actions import Actions
 from perf_model.schedule.action import Action
 from tests.model.profiles import RATES, profile
@@ -149,7 +149,10 @@ EVERY_UPDATE = {
     "h2d_gb_per_s",
     "d2h_gb_per_s",
     "gpu_share",
+    "memory_gb",
 }
+OF_ITERATION = {"iteration_s", "forward_s", "backward_s"}
+"""The values of updates that another update follows."""
 
 WHEN_LOGGED = {"predicted_update_s", "predicted_exposed_s"}
 UPDATED = [step for step in range(1, STEPS + 1) if step != OVERFLOWS_IN + 1]
@@ -159,7 +162,7 @@ LOGGED = [step for step in UPDATED if step % LOG_EVERY == 0]
 
 
 @dataclass(frozen=True)
-class ObservedRanks:
+class MonitoredRun:
     """The observations of both ranks, by subject, and the folder of the monitors."""
 
     folder: Path
@@ -171,13 +174,13 @@ class ObservedRanks:
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> ObservedRanks:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> MonitoredRun:
     """Train with all means of observation: monitors, the log, the run's folder, a profiler and DeepSpeed's timers."""
     folder = tmp_path_factory.mktemp("monitored")
     path = folder / "profile.json"
     cpu_rates = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "stock", "dram"))}
     path.write_text(profile(cpu_rates).to_json())
-    return ObservedRanks(folder, on_ranks(2, observe, folder, str(path)))
+    return MonitoredRun(folder, on_ranks(2, observe, folder, str(path)))
 
 
 def observe(folder: Path, hardware: str) -> dict[str, Any]:
@@ -190,7 +193,7 @@ pytestmark = pytest.mark.xdist_group("monitored training")
 
 
 def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
-    observed: ObservedRanks,
+    observed: MonitoredRun,
 ) -> None:
     folder = observed.folder
     first, second = observed.by_rank("monitored")
@@ -199,17 +202,24 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
         by_name.setdefault(name, {})[step] = value
     ours = {name.removeprefix("Train/Update/"): by_name[name] for name in by_name if "/Update/" in name}
     # There is no error of an update of less than a millisecond.
-    assert {name for name in ours if not name.endswith("_error")} == EVERY_UPDATE | WHEN_LOGGED
+    assert {name for name in ours if not name.endswith("_error")} == EVERY_UPDATE | OF_ITERATION | WHEN_LOGGED
     # The samples of a skipped step count, but the step has no update.
     samples = {step: step * first["batch"] for step in UPDATED}
+    # The update before the skipped step and the last one are reported early.
+    followed = [step for step in UPDATED if step not in (OVERFLOWS_IN, STEPS)]
     for name, values in ours.items():
-        expected = [samples[step] for step in (UPDATED if name in EVERY_UPDATE else LOGGED)]
+        steps = UPDATED if name in EVERY_UPDATE else followed if name in OF_ITERATION else LOGGED
+        expected = [samples[step] for step in steps]
         assert list(values) == expected or (name.endswith("_error") and set(values) < set(expected)), name
     assert set(by_name["Train/Samples/lr"]) >= set(ours["exposed_s"])
-    for name in ("exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s"):
+    for name in ("exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s", "memory_gb"):
         assert min(ours[name].values()) > 0, name
     assert min(ours["hidden_s"].values()) >= 0
     assert all(0 < share < 1 for share in ours["gpu_share"].values())
+    for samples_so_far, iteration_s in ours["iteration_s"].items():
+        parts_s = [ours[name][samples_so_far] for name in ("exposed_s", "forward_s", "backward_s")]
+        assert min(parts_s) > 0
+        assert sum(parts_s) == pytest.approx(iteration_s)
     # Rank 1 has no writer.
     assert (first["begun"], second["begun"], second["logged"]) == (1, 0, [])
 
@@ -223,7 +233,7 @@ def test_every_monitor_gets_the_same_values_on_the_axis_that_deepspeed_uses(
         assert scalars == pytest.approx(values, rel=1e-6)
 
 
-def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observed: ObservedRanks) -> None:
+def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observed: MonitoredRun) -> None:
     first, second = observed.by_rank("output")
     lines = re.findall(r"\[deep_opt_states\] step=(\d+), update exposed=.*", first)
     assert list(map(int, lines)) == LOGGED
@@ -236,9 +246,7 @@ def test_an_update_is_logged_every_few_steps_whatever_steps_per_print_is(observe
     assert "step=" not in second
 
 
-def test_the_run_is_recorded_and_rendered_as_a_page(
-    observed: ObservedRanks, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_run_is_recorded_and_rendered_as_a_page(observed: MonitoredRun, capsys: pytest.CaptureFixture[str]) -> None:
     folder = observed.folder
     first, _ = observed.by_rank("monitored")
     run = RecordedRun.read(folder / "run")
@@ -261,7 +269,7 @@ def test_the_run_is_recorded_and_rendered_as_a_page(
     assert names <= {event["name"] for event in trace["traceEvents"]}
 
 
-def test_profilers_show_the_schedule(observed: ObservedRanks) -> None:
+def test_profilers_show_the_schedule(observed: MonitoredRun) -> None:
     for found in observed.by_rank("profiled"):
         all_threads, this_thread = found["all threads"], found["this thread"]
         # Each action runs once in each of the two steps.
@@ -270,7 +278,7 @@ def test_profilers_show_the_schedule(observed: ObservedRanks) -> None:
         assert not {name for name in this_thread if name in found["schedule"]}
 
 
-def test_the_step_timer_of_deepspeed_covers_the_whole_update(observed: ObservedRanks) -> None:
+def test_the_step_timer_of_deepspeed_covers_the_whole_update(observed: MonitoredRun) -> None:
     for found in observed.by_rank("timed"):
         # The last update is reported when the engine is destroyed.
         assert len(found["step_s"]) == len(found["exposed_s"]) == 3

@@ -36,19 +36,19 @@ KINDS = {"cpu": {"CPU_STEP"}, "streamed": {"PREFETCH", "GPU_STEP", "FLUSH_STATES
 
 
 @dataclass(frozen=True)
-class RankFindings:
+class PlannedEngines:
     """The findings of a rank: an answer for each engine, and its log."""
 
     found: list[dict[str, Any]]
     output: str
 
 
-def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[RankFindings]:
+def engines(world_size: int, cache: Path, *blocks: dict[str, Any]) -> list[PlannedEngines]:
     """Return the findings of each rank. Profiles are cached in ``cache``."""
     return on_ranks(world_size, train_each, blocks, XDG_CACHE_HOME=str(cache))
 
 
-def train_each(blocks: tuple[dict[str, Any], ...]) -> RankFindings:
+def train_each(blocks: tuple[dict[str, Any], ...]) -> PlannedEngines:
     """Create one engine per block, and train each for 5 steps. A block may be refused."""
     found: list[dict[str, Any]] = []
     with redirect_stdout(StringIO()) as output:
@@ -85,7 +85,7 @@ def train_each(blocks: tuple[dict[str, Any], ...]) -> RankFindings:
                 }
             )
             engine.destroy()
-    return RankFindings(found, output.getvalue())
+    return PlannedEngines(found, output.getvalue())
 
 
 def test_a_quick_profile_is_measured_with_the_threads_and_cores_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
