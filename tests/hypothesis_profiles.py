@@ -5,21 +5,10 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=25)
 # Without a database, a seed repeats a failure on any machine.
 settings.register_profile("stress", deadline=None, max_examples=500, database=None)
 settings.load_profile("untimed")
-
-
-def generated(count: int) -> settings:
-    """Return the settings of ``count`` examples that are only generated: none is stored, repeated or shrunk."""
-    return settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )

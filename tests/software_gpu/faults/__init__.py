@@ -1,1 +1,1 @@
-"""Does every missing wait give wrong numbers on the device, without a race detector?"""
+"""Is every missing wait reported by the race check, and does it give wrong numbers on the device?"""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from tests.software_gpu import settings
 from tests.software_gpu.faults.lazy_worker import lazy_worker
-from tests.software_gpu.faults.memory_pressure import memory_in_use_before_backward
 from tests.software_gpu.settings import Settings
 
 LAZY_S = 20.0
@@ -21,7 +20,6 @@ LAZY_S = 20.0
 LAZY, LAZY_WORKER = "lazy", "lazy worker"
 LAZY_SIDE_STREAMS = "lazy side streams"
 LAZY_COPIES_TO_THE_HOST = "lazy kernels and copies to the host"
-LAZY_KERNELS_WITHOUT_FREE_MEMORY = "lazy kernels, memory in use"
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,4 @@ ADVERSARIES = {
     "lazy default stream": Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="on other streams")),
     # Prefetches overtake flushes.
     LAZY_COPIES_TO_THE_HOST: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device")),
-    # Copies overtake the kernels that used the memory before.
-    LAZY_KERNELS_WITHOUT_FREE_MEMORY: Adversary(
-        Settings(lazy=True, lazy_s=LAZY_S, eager="copies"), memory_in_use_before_backward
-    ),
 }
