@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from perf_model.__main__ import main
 from perf_model.json_input import MAX_FILE_BYTES, parse_json, printable, shorten
 from perf_model.presets.machines import MACHINES
-from tests.cli.test_planning_commands import LLAMA, job
+from tests.cli.planning import LLAMA, job
 from tests.launch import REPOSITORY
 
 FEW_UNITS = ["--unit-size", "1000000000"]
@@ -78,6 +78,8 @@ ANY_FILE: dict[str, bytes] = {
     "UTF-16": '{"model_type": "llama"}'.encode("utf-16"),
     "half a string": b'{"name": "',
     "number": b"3",
+    "null": b"null",
+    "byte order mark": b"\xef\xbb\xbf{}",
     "list": b"[1]",
     "key twice": b'{"version": 2, "version": 2}',
     "larger than 10 MB": b" " * (MAX_FILE_BYTES + 1),
@@ -122,18 +124,10 @@ OPTIONS: dict[str, list[str]] = {
     "no options": ["plan"],
     "unknown option": ["plan", *job(), "--batch", "1"],
     "world size is text": ["plan", *job(world_size="four")],
-    "world size is huge": ["plan", *job(world_size=10**20)],
     "micro-batch 0": ["plan", *job(micro_batch=0)],
-    "sequence is negative": ["plan", *job(sequence=-1)],
-    "memory is nan": ["plan", *job(gpu_memory_gb="nan")],
-    "margin has a unit": ["plan", *job(gpu_memory_margin_gb="2GB")],
     "overlap": ["plan", *job(overlap="all")],
-    "unit size 0": ["plan", *job(unit_size=0)],
-    "unit size makes too many units": ["plan", *job(unit_size=1)],
     "sub-group size of 25 digits": ["plan", *job(sub_group_size=10**24)],
-    "profile is missing": ["plan", *job(profile="none.json")],
     "profile is a folder": ["plan", *job(profile=REPOSITORY)],
-    "model is missing": ["plan", *job(model="none.json")],
     "model is a folder": ["plan", *job(model=REPOSITORY)],
     "model is empty": ["plan", *job(model="")],
     "model and parameters": ["plan", *job(), "--params", "32e9"],
@@ -142,23 +136,17 @@ OPTIONS: dict[str, list[str]] = {
     "parameters are a fraction": ["plan", *PARAMS, "1e8.5"],
     "few parameters": ["plan", *PARAMS, "7"],
     "parameters for these layers": ["plan", *PARAMS, "1e9", "--layers", "90", "--hidden", "9000"],
-    "rules are missing": ["plan", *job(rules="none.json")],
     "world sizes": ["sweep", *job()[:4], *SWEEP[:4], "--world-sizes", "1,,2", "--micro-batches", "1"],
     "csv in no folder": ["sweep", *job()[:4], *SWEEP, *FEW_UNITS, "--csv", "none/rows.csv"],
     "output below a device": ["plan", *job(timeline="/dev/null/trace.json", unit_size=10**9)],
     "cluster without options": ["cluster"],
     "cluster without sizes": CLUSTER[:5],
     "cluster and accumulation": cluster("--accumulation", 2),
-    "no GPUs": cluster("--gpus", 0),
-    "GPUs that no node divides": cluster("--gpus", 9),
-    "global batch 0": cluster("--global-batch", 0),
-    "global batch that nothing divides": cluster("--global-batch", 17),
     "tokens are nan": cluster("--tokens", "nan"),
     "tokens are negative": cluster("--tokens", -1),
+    "no tokens": cluster("--tokens", 0),
     "tensor-parallel sizes": cluster("--tensor-parallel", "1,,2"),
-    "tensor-parallel size 3": cluster("--tensor-parallel", 3),
     "micro-batches": cluster("--micro-batches", "auto,1"),
-    "network is negative": cluster("--network-gb-per-s", -1),
     "network inside a node is text": cluster("--node-gb-per-s", "fast"),
     "cluster with the profile of a folder": cluster("--profile", REPOSITORY),
 }
@@ -181,6 +169,36 @@ def test_a_file_that_cannot_be_used_gets_one_short_error(
 @pytest.mark.parametrize("arguments", OPTIONS.values(), ids=OPTIONS)
 def test_impossible_options_get_one_short_error(arguments: list[str]) -> None:
     assert_refused(run_command(arguments))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"profile": "none.json"}, "A profile must be a readable file, found none.json"),
+        ({"model": "none.json"}, "A model must be a preset or a readable config.json, found none.json"),
+        ({"world_size": 0}, "world_size: must be an integer from 1 to 1,000,000, found 0"),
+        ({"world_size": 10**12}, "world_size: must be an integer from 1 to 1,000,000, found 1000000000000"),
+        ({"ranks_per_node": 10**12}, "ranks_per_node: must be an integer from 1 to 1,000,000"),
+        ({"micro_batch": 10**12}, "micro_batch: must be an integer from 1 to 1,000,000"),
+        ({"sequence": 99999999999999999999}, "sequence: must be an integer from 1 to 10,000,000"),
+        (
+            {"world_size": 2000, "ranks_per_node": 1000},
+            "ranks_per_node: must be at most 96, the number of cores of h100-pcie5",
+        ),
+        ({"profile": "long" * 500}, "A profile must be a readable file"),
+        ({"profile": "\0"}, "A profile must be a readable file"),
+        ({"model": "long" * 500}, "A model must be a preset or a readable config.json"),
+        ({"world_size": 6}, "ranks_per_node: must divide the world size, 6, found 4"),
+        ({"sequence": -1}, "sequence: must be an integer from 1 to 10,000,000, found -1"),
+        ({"sub_group_size": 0}, "sub_group_size: must be an integer from 1 to 1,000,000,000,000,000, found 0"),
+        ({"unit_size": 0}, "unit_size: must be an integer from 1 to 1,000,000,000,000,000, found 0"),
+        ({"rules": "none.json"}, "--rules: must be a readable file with a JSON list, found none.json: "),
+    ],
+)
+def test_a_bad_value_is_refused_with_rule_value_and_remedy(changes: dict[str, Any], expected: str) -> None:
+    screen = run_command(["plan", *job(**changes)])
+    assert_refused(screen)
+    assert screen.error.startswith(expected)
 
 
 def test_an_error_says_that_a_key_occurs_twice(tmp_path: Path) -> None:

@@ -236,9 +236,3 @@ def test_measured_rates_of_the_network_are_used_and_named(tmp_path: Path, capsys
         "inter_node_bytes_per_s": {"value": 2e10, "origin": "measured"},
         "all_gather_bytes_per_s": {"value": 2e11, "origin": "measured"},
     }
-
-
-@pytest.mark.parametrize("more", [{"tokens": "nan"}, {"tokens": 0}, {"micro_batches": "a"}, {"node_gb_per_s": "a"}])
-def test_options_that_are_no_numbers_are_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["cluster", *arguments(**more)])

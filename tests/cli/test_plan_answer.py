@@ -1,4 +1,4 @@
-"""Test the first sentences of ``plan``: whether training fits without offloading, what the plan gains, past errors."""
+"""Test the first sentences of ``plan``: whether training fits without offloading, the gain of the plan, past errors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perf_model.__main__ import main
 from perf_model.presets.comparison import LARGER_MODELS
 from perf_model.training_run.micro_batch import NEAREST_HOST
-from perf_model.units import seconds, significant
-from tests.cli.test_planning_commands import job, planned
+from perf_model.units import gigabytes_per_second, params_per_second, seconds, significant, size, size_of
+from tests.cli.planning import job, planned
 
 ONE_RANK: dict[str, Any] = {"world_size": 1, "ranks_per_node": 1, "unit_size": 10**8}
 
@@ -167,3 +169,31 @@ def test_more_machines_are_named_last_and_only_if_there_is_a_second_one(capsys: 
         changes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
         of_machines = [change for change in changes if "--world-size" in change]
         assert of_machines == changes[len(changes) - (nodes - 1) :]
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (size(120_000, 2), "120 kB"),
+        (size(999_400, 2), "1.0 MB"),
+        (size(0), "0 kB"),
+        (gigabytes_per_second(1.5e12), "1,500 GB/s"),
+        (gigabytes_per_second(25e9), "25 GB/s"),
+        (gigabytes_per_second(1.234e9), "1.23 GB/s"),
+        (params_per_second(1.5e12), "1,500 B params/s"),
+        (params_per_second(25e6), "25 M params/s"),
+        (size_of(76e9, 85.52e9), "76 GB of 85.5 GB"),
+        (size_of(85.52e9, 85.52e9), "85.5 GB of 85.5 GB"),
+        (size_of(85.51e9, 85.52e9), "85.51 GB of 85.52 GB"),
+        (size_of(76e9, None), "76 GB (limit unknown)"),
+    ],
+)
+def test_a_quantity_is_formatted_with_its_digits(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+@given(st.floats(1e5, 1e14), st.integers(1, 4))
+def test_no_quantity_of_a_machine_is_formatted_with_an_exponent(value: float, digits: int) -> None:
+    for shown in (size(value, digits), gigabytes_per_second(value), params_per_second(value)):
+        number, *_ = shown.split()
+        assert set(number) <= set("0123456789.,")

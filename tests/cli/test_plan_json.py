@@ -26,7 +26,7 @@ from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape, SharedLayers
-from tests.cli.test_planning_commands import LLAMA, job, planned
+from tests.cli.planning import LLAMA, job, planned
 from tests.model.profiles import RATES, profile
 
 UNMEASURED = profile({**RATES, "matmul_flops_per_s": 3e14, "dram_copy_bytes_per_s": None})
@@ -132,22 +132,17 @@ def test_the_units_placements_order_and_slots_give_the_same_plan_and_exposed_sec
     assert printed["unit_size"] >= max(unit["numel"] for unit in units)
 
 
-def test_the_versions_are_those_of_the_program(printed: dict[str, Any]) -> None:
+def test_the_versions_are_those_of_the_program_and_the_inputs_those_of_the_options(
+    printed: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Check that each option is in the output, because a rebuilt plan could be equal without it."""
     assert printed["versions"] == {
         "format": FORMAT,
         "deep_opt_states": __version__,
         "python": platform.python_version(),
     }
-
-
-def test_the_options_that_the_block_repeats_are_named(printed: dict[str, Any]) -> None:
     block = printed["deepspeed_config"]["deep_optimizer_states"]
-    given = printed["inputs"]["given"]
-    assert set(given) == block.keys() & {"unit_size", "gpu_memory_gb"}
-
-
-def test_the_inputs_are_those_of_the_options(printed: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    """Check that each option is in the output, because a rebuilt plan could be equal without it."""
+    assert set(printed["inputs"]["given"]) == block.keys() & {"unit_size", "gpu_memory_gb"}
     found, name = printed["inputs"]["job"], request.node.callspec.params["printed"]
     assert found["offload_param"] is (name == "offloaded parameters")
     assert found["tensor_parallel"] == (2 if name == "tensor parallel" else 1)

@@ -14,7 +14,7 @@ from perf_model.cli.plan_command import MAX_ROWS
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.job import Job
-from tests.cli.test_planning_commands import job, planned
+from tests.cli.planning import job, planned
 
 MODEL = "Llama-3-8B"
 RULES: list[dict[str, Any]] = [

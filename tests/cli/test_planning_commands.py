@@ -1,30 +1,19 @@
-"""Test the planning commands: the texts and files that they write, the inputs that they refuse, the two programs."""
+"""Test ``plan``: its figures, texts and pictures, and the options that it refuses."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
-import shlex
-import subprocess
-import sys
-from contextlib import redirect_stdout
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deep_opt_states.cli.main import main as deep_opt_states_main
-from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
-from perf_model.cli import inputs, model_option, sweep_command
+from perf_model.__main__ import main
 from perf_model.prediction.cost import Resource
 from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.training_run.hf_config import read_hf_config
-from tests.launch import REPOSITORY
+from tests.cli.planning import LLAMA, job, planned, printed_plan
 from tests.model.profiles import RATES, profile
 
 KEYS = {
@@ -38,48 +27,9 @@ KEYS = {
     "mfu",
     "speed_up",
 }
+
+
 BASELINES = {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2", "no_offload"}
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-
-
-SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
-
-PLANNING_COMMANDS = ("plan", "sweep", "cluster")
-
-
-def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
-    options = {
-        "profile": profile,
-        "model": model,
-        "world_size": world_size,
-        "ranks_per_node": 4,
-        "micro_batch": 1,
-        "sequence": 2048,
-        **more,
-    }
-    return [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-
-
-@cache
-def printed_plan(*arguments: str) -> str:
-    """Return the JSON that ``plan`` prints; it plans for the same arguments once per process."""
-    with redirect_stdout(io.StringIO()) as shown:
-        assert main(["plan", *arguments, "--json"]) == 0
-    return shown.getvalue()
-
-
-def planned(arguments: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed_plan(*arguments))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -338,39 +288,6 @@ def test_profile_and_model_are_read_from_files(tmp_path: Path) -> None:
     assert preset["predicted"] == found["predicted"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"profile": "none.json"}, "A profile must be a readable file, found none.json"),
-        ({"model": "none.json"}, "A model must be a preset or a readable config.json, found none.json"),
-        ({"world_size": 0}, "world_size: must be an integer from 1 to 1,000,000, found 0"),
-        ({"world_size": 10**12}, "world_size: must be an integer from 1 to 1,000,000, found 1000000000000"),
-        ({"ranks_per_node": 10**12}, "ranks_per_node: must be an integer from 1 to 1,000,000"),
-        ({"micro_batch": 10**12}, "micro_batch: must be an integer from 1 to 1,000,000"),
-        ({"sequence": 99999999999999999999}, "sequence: must be an integer from 1 to 10,000,000"),
-        (
-            {"world_size": 2000, "ranks_per_node": 1000},
-            "ranks_per_node: must be at most 96, the number of cores of h100-pcie5",
-        ),
-        ({"profile": "long" * 1000}, "A profile must be a readable file"),
-        ({"profile": "\0"}, "A profile must be a readable file"),
-        ({"model": "long" * 1000}, "A model must be a preset or a readable config.json"),
-        ({"world_size": 6}, "ranks_per_node: must divide the world size, 6, found 4"),
-        ({"sequence": -1}, "sequence: must be an integer from 1 to 10,000,000, found -1"),
-        ({"sub_group_size": 0}, "sub_group_size: must be an integer from 1 to 1,000,000,000,000,000, found 0"),
-        ({"unit_size": 0}, "unit_size: must be an integer from 1 to 1,000,000,000,000,000, found 0"),
-        ({"rules": "none.json"}, "--rules: must be a readable file with a JSON list, found none.json: "),
-    ],
-)
-def test_bad_input_is_refused_with_rule_value_and_remedy(
-    changes: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *job(**changes)]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(expected)
-    assert len(message.splitlines()) >= 2, "the remedy"
-
-
 @pytest.mark.parametrize("limit", ["0", "-1", "1e-10", "nan", "inf", "much"])
 def test_a_memory_limit_is_a_number_of_gb_and_at_least_one_byte(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -390,17 +307,6 @@ def test_a_margin_may_be_zero(margin: str, is_valid: bool, capsys: pytest.Captur
     assert f"must be a number of GB (10^9 bytes) from 0 to 1e+09, found '{margin}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "null", '"plan"', "\ufeff{}"])
-@pytest.mark.parametrize("option", ["profile", "model"])
-def test_a_file_of_another_kind_is_refused(
-    tmp_path: Path, text: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(text)
-    assert main(["plan", *job(**{option: path})]) == 2
-    assert len(capsys.readouterr().err.splitlines()) >= 2
-
-
 @pytest.mark.parametrize(
     ("size", "found"), [(1, "10,943,708 or more"), (250_000, "11,2"), (10**8, None)], ids=["tiny", "small", "few"]
 )
@@ -411,66 +317,6 @@ def test_so_many_units_that_planning_would_take_hours_are_refused(
     message = capsys.readouterr().err
     expected = f"unit_size: must make at most 10,000 units per rank, found {found}"
     assert (code == 2 and message.startswith(expected)) if found else code == 0
-
-
-def test_a_reader_that_closes_the_pipe_causes_no_error_message() -> None:
-    command = f"{shlex.join([sys.executable, '-m', 'perf_model', 'plan', *job(), '--json'])} | true"
-    shell = ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}"]
-    done = subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("1\n", "")
-
-
-def test_sweep_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "sweep.csv"
-    sizes = ["--world-sizes", "1,8,16", "--micro-batches", "1,2", "--unit-size", "500000000", "--csv", str(path)]
-    assert main(["sweep", *SWEEP, *sizes]) == 0
-    shown = capsys.readouterr().out
-    rows = list(csv.DictReader(path.open()))
-    assert [(row["world_size"], row["micro_batch"]) for row in rows] == [
-        (world, batch) for world in ("1", "8", "16") for batch in ("1", "2")
-    ]
-    for row in rows:
-        assert (row["iteration_s"] == "") == (row["why"] != "") == (row["world_size"] == "1")
-    assert float(rows[2]["tokens_per_s"]) == pytest.approx(8 * 4096 / float(rows[2]["iteration_s"]))
-    assert "1 GPUs, micro-batch 2: Nothing fits" in shown
-    assert main(["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", *sizes[4:6]]) == 1
-    capsys.readouterr()
-    assert main(["sweep", *SWEEP, *sizes[:-2], "--csv", str(tmp_path / "none" / "sweep.csv")]) == 2
-    output = capsys.readouterr()
-    assert output.out == shown, "the table is printed although the file cannot be written"
-    assert output.err.startswith("--csv: must be a file that can be written")
-
-
-def test_sweep_marks_the_best_row_and_shows_mfu_in_per_cent(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--world-sizes", "8", "--micro-batches", "2,1,4", "--unit-size", "1000000000"]
-    assert main(["sweep", *SWEEP, *sizes]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()[:4]
-    tokens = [float(row.split()[header.split().index("tokens/s") + 2].replace(",", "")) for row in rows]
-    assert rows[tokens.index(max(tokens))].endswith("*")
-    assert not rows[1].endswith("*"), "with fewer tokens/s than the row above"
-    assert all(re.search(r" \d+% ", row) for row in rows)
-    assert max(map(len, (header, *rows))) <= 60
-
-
-def test_sweep_has_a_limit_of_points(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sweep_command, "read_inputs", lambda *_: pytest.fail("read"))
-    many = ",".join(map(str, range(1, 101)))
-    assert main(["sweep", *SWEEP, "--world-sizes", many, "--micro-batches", many]) == 2
-    assert "must make at most 500 pairs, found 10,000" in capsys.readouterr().err
-
-
-def test_sweep_refuses_an_impossible_pair_before_it_plans_and_reads_the_model_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    read = []
-    monkeypatch.setattr(model_option, "read_hf_config", lambda path: read.append(path) or read_hf_config(path))
-    monkeypatch.setattr(inputs.Inputs, "forecast", lambda _: pytest.fail("planned"))
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    model = ["--profile", "h100", "--model", str(path), "--ranks-per-node", "4", "--sequence", "2048"]
-    assert main(["sweep", *model, "--world-sizes", "4,8,6", "--micro-batches", "1,2"]) == 2
-    assert capsys.readouterr().err.startswith("ranks_per_node: must divide the world size, 6, found 4")
-    assert read == [path]
 
 
 def test_a_trace_or_a_picture_of_the_timeline_is_written_only_on_request(
@@ -525,31 +371,6 @@ def test_where_the_cpu_trains_no_gpu_is_mentioned(tmp_path: Path, capsys: pytest
     assert "gpu memory" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["perf_model.__main__", "deep_opt_states.cli.main"])
-def test_the_programs_start_without_torch_rich_matplotlib_or_numpy(module: str) -> None:
-    """Check the imports: torch takes seconds, and the doctor has to start where the others cannot be imported."""
-    code = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert not {"torch", "deepspeed", "matplotlib", "rich", "numpy"} & set(done.stdout.split())
-
-
-def commands_in_the_help(*program: str) -> list[str]:
-    command = [sys.executable, "-m", *program, "--help"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    return re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE)
-
-
-def test_both_programs_run_as_modules_and_list_their_commands() -> None:
-    assert commands_in_the_help("perf_model") == [*PLANNING_COMMANDS]
-    assert commands_in_the_help("deep_opt_states.cli") == [*PLANNING_COMMANDS, *COMMANDS_THAT_NEED_TORCH]
-
-
-@pytest.mark.parametrize("run", [main, deep_opt_states_main])
-def test_a_program_without_a_command_prints_its_help(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) == 0
-    assert capsys.readouterr().out.startswith("usage: ")
-
-
 def test_one_gpu_one_sequence_and_2048_tokens_are_the_defaults() -> None:
     short = ["--profile", "h100", "--params", "1B", "--unit-size", "1000000000"]
     job_of = json.loads(printed_plan(*short))["inputs"]["job"]
@@ -557,65 +378,3 @@ def test_one_gpu_one_sequence_and_2048_tokens_are_the_defaults() -> None:
     assert [job_of[key] for key in sizes] == [1, 1, 1, 2048]
     job_of = json.loads(printed_plan(*short, "--world-size", "16"))["inputs"]["job"]
     assert [job_of[key] for key in sizes] == [16, 8, 1, 2048]
-
-
-@pytest.mark.parametrize("command", COMMANDS_THAT_NEED_TORCH)
-def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([command, "--output", "profile.json"])
-    assert f"found '{command}'. Run: deep-opt-states {command}\n" in capsys.readouterr().err
-
-
-def without_program(text: str, program: str) -> str:
-    """Remove the texts that differ: the name of the program, the line breaks after it, and the other commands."""
-    assert f"usage: {program} " in text or "usage:" not in text
-    text = re.sub(rf"^(usage: |For all options, run: )?{re.escape(program)}", r"\1PROGRAM", text, flags=re.MULTILINE)
-    return re.sub(r"\(choose from .*\)", "", " ".join(text.split()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["plan", *job(unit_size=10**9)], 0),
-        (["plan", *job(unit_size=10**9), "--json"], 0),
-        (["plan", *job(gpu_memory_gb=10, unit_size=10**9)], 1),
-        (["plan", *job(world_size=0)], 2),
-        (["plan", *job(gpu_memory_gb=0)], 2),
-        (["plan", *job(), "--unknown"], 2),
-        (["sweep", *SWEEP, "--world-sizes", "8", "--micro-batches", "1", "--unit-size", "500000000"], 0),
-        (["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", "--unit-size", "500000000"], 1),
-        (["sweep", *SWEEP, "--world-sizes", "0", "--micro-batches", "1"], 2),
-        (["plan", *job(timeline="/proc/nowhere.json", unit_size=10**9)], 2),
-        (["--version"], 0),
-        *(([command, "--help"], 0) for command in PLANNING_COMMANDS),
-        (["unknown"], 2),
-    ],
-)
-def test_both_programs_do_the_same(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    results = []
-    for program, run in (("python -m perf_model", main), ("deep-opt-states", deep_opt_states_main)):
-        try:
-            exit_code = run(arguments)
-        except SystemExit as error:
-            exit_code = error.code
-        output = capsys.readouterr()
-        results.append((exit_code, *(without_program(text, program) for text in (output.out, output.err))))
-    assert results[0] == results[1]
-    assert results[0][0] == code
-
-
-def test_deep_opt_states_plan_prints_the_plan_of_the_twin_and_imports_no_torch() -> None:
-    arguments = ["plan", *job(), "--json"]
-    code = (
-        "import sys\nfrom deep_opt_states.cli.main import main\n"
-        f"code = main({arguments!r})\n"
-        "print(*sys.modules, file=sys.stderr)\nsys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert not {"torch", "deepspeed", "rich", "matplotlib"} & set(done.stderr.split())
-    twin = subprocess.run(
-        [sys.executable, "-m", "perf_model", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == twin.stdout

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.planner import LITTLE, plan_units
@@ -74,15 +74,6 @@ def test_a_search_in_windows_of_forward_never_changes_a_fixed_placement(seed: in
     assert set(planned.plan.placements) == set(Placement)
     placed = zip(workload.units, planned.plan.placements, strict=True)
     assert all(unit.fixed in (None, placement) for unit, placement in placed)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from(Placement), min_size=1, max_size=20), costs, overlaps)
-def test_with_every_placement_fixed_the_plan_has_these(
-    placements: list[Placement], model: CostModel, overlap: Windows
-) -> None:
-    workload = workload_with([(10**7, placement) for placement in placements])
-    assert plan_updates(workload, model, windows=overlap).plan.placements == tuple(placements)
 
 
 @pytest.mark.parametrize("overlap", [Windows(), Windows(backward_s=0.1, forward_s=0.3)])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import (
     QUANTITIES,
     REQUIRED,
@@ -155,11 +154,3 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path, tmp_path / "binary", Path("\0"), Path("long" * 1000)):
         with pytest.raises(ProfileError, match="must be a readable file"):
             HardwareProfile.read(path)
-
-
-def test_host_memory_has_the_bandwidth_reached_while_adam_and_transfers_ran_concurrently() -> None:
-    model = CostModel.from_profile(profile({**RATES, "cpu_adam_beside_transfers_params_per_s": 1.52e9}))
-    # Alone, Adam moves 28 B * 1.5 G/s. With transfers of 38 GB/s, host memory sustained 1.5 G/s of it.
-    assert model.capacities[Resource.DRAM] == pytest.approx(28 * 1.5e9 + 38e9)
-    plain = {**RATES, "cpu_adam_beside_transfers_params_per_s": None, "both_beside_cpu_adam_bytes_per_s": None}
-    assert CostModel.from_profile(profile(plain)).capacities[Resource.DRAM] == 80e9

@@ -175,9 +175,14 @@ def test_free_memory_is_used_for_residents() -> None:
     assert placements[:residents] == (Placement.RESIDENT,) * residents
 
 
-def test_without_gpu_memory_everything_is_updated_on_the_cpu() -> None:
-    workload = Workload.from_numels([10**8] * 20)
-    assert set(plan_updates(workload, cost(), NO_RESIDENTS).plan.placements) == {Placement.CPU}
+@pytest.mark.parametrize(
+    ("model", "budgets"), [(cost(), NO_RESIDENTS), (cost().without_accelerator(), Budgets())], ids=["memory", "rate"]
+)
+def test_without_memory_or_a_rate_of_the_gpu_everything_is_updated_on_the_cpu(
+    model: CostModel, budgets: Budgets
+) -> None:
+    workload = Workload.from_numels([10**7, 10**8] * 10)
+    assert set(plan_updates(workload, model, budgets, Windows(forward_s=0.1)).plan.placements) == {Placement.CPU}
 
 
 def test_slots_that_do_not_help_are_dropped() -> None:

@@ -139,20 +139,6 @@ def test_equal_units_have_about_the_best_counts_of_each_placement() -> None:
     assert planned.exposed_s <= 1.03 * min(every_s)
 
 
-def test_without_a_rate_of_the_gpu_everything_is_updated_on_the_cpu() -> None:
-    workload = Workload.from_numels([10**7, 10**8] * 8)
-    for gpu_bytes in (None, 10**10):
-        _, planned = plan_units(
-            lambda size: workload,
-            [1],
-            cost().without_accelerator(),
-            Budgets(gpu_bytes=gpu_bytes),
-            Windows(forward_s=0.1),
-            DEFAULT_SETUP,
-        )
-        assert set(planned.plan.placements) == {Placement.CPU}
-
-
 @pytest.mark.thorough
 def test_settings_follow_the_rule_and_are_sixty() -> None:
     chosen = window_settings()

@@ -1,4 +1,4 @@
-"""Compare the presets with the published runs that they name."""
+"""Check the presets of models and machines: sizes that their authors state, and published runs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,55 @@ from perf_model.schedule.serial import serial_schedule
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
+
+PAPER = {"7B": 5.92e9, "8.3B": 9.14e9, "10B": 9.92e9, "13B": 11.25e9, "20B": 15.33e9}
+"""The totals of the paper's models, rounded."""
+
+
+STATED = {
+    "Llama-2-7B": 6_738_415_616,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3-70B": 70_553_706_496,
+    "Mistral-7B": 7_241_732_096,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Gemma-2-9B": 9_241_705_984,
+}
+"""The totals of the published safetensors files."""
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_preset_has_the_parameters_of_the_published_model(name: str) -> None:
+    assert MODELS[name].numel == STATED[name]
+
+
+def test_the_models_of_the_paper_have_its_numbers_of_parameters() -> None:
+    assert {name: MODELS[name].numel for name in PAPER} == pytest.approx(PAPER, rel=1e-3)
+
+
+def test_only_the_experts_of_a_token_are_active() -> None:
+    assert MODELS["Qwen3-30B-A3B"].active_numel == pytest.approx(3.35e9, rel=0.01)
+    assert all(shape.active_numel == shape.numel for name, shape in MODELS.items() if name != "Qwen3-30B-A3B")
+
+
+def test_machines_have_the_memory_that_the_driver_reports() -> None:
+    mib = {"a100-pcie4": 81_920, "h100-pcie5": 81_559, "h200-pcie5": 143_771, "gh200": 97_871, "rtx4090": 24_564}
+    for name, size in mib.items():
+        assert MACHINES[name].profile(1).gpu_memory_bytes == size * 2**20
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines_are_marked_as_not_measured_and_divide_shared_rates(name: str) -> None:
+    alone, four = (MACHINES[name].profile(ranks) for ranks in (1, 4))
+    assert alone.provenance.source.startswith("PRESET, not a measurement of your machine")
+    for shared in ("cpu_adam_params_per_s", "dram_update_bytes_per_s"):
+        assert four.rate(shared) == pytest.approx(alone.rate(shared) / 4)
+    for own in ("h2d_bytes_per_s", "gpu_adam_params_per_s", "matmul_flops_per_s", "inter_node_bytes_per_s"):
+        assert four.rate(own) == alone.rate(own)
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, partitions_in
+from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules, RulesError, States, nearest_names
 from perf_model.schedule.workload import Partition, Range
@@ -39,8 +39,6 @@ EXAMPLE: list[dict[str, Any]] = [
     {"match": "*", "states": "planned"},
 ]
 
-LENGTHS = st.integers(1, 300).map(lambda count: count * BORDER_MULTIPLE)
-"""Lengths of parameters that need no padding to the borders of units."""
 
 rules = st.lists(
     st.builds(
@@ -62,33 +60,6 @@ def error_of(*entries: Any, frozen: tuple[str, ...] = (), aliases: dict[str, str
     return str(caught.value)
 
 
-@given(
-    rules,
-    st.lists(st.lists(st.tuples(st.sampled_from(NAMES), LENGTHS), min_size=1, max_size=12), max_size=3),
-    st.integers(1, 6000),
-)
-def test_units_tile_each_sub_group_and_end_where_the_placement_changes(
-    rules: PlacementRules, drawn: list[list[tuple[str, int]]], unit_size: int
-) -> None:
-    sub_groups = [[Partition(name, numel) for name, numel in sub_group] for sub_group in drawn]
-    workload = cut_into_units(sub_groups, unit_size, rules.placement_of)
-    assert [unit.index for unit in workload.units] == list(range(len(workload.units)))
-    for number, partitions in enumerate(sub_groups):
-        units = [unit for unit in workload.units if unit.ranges[0].sub_group == number]
-        runs = [run for unit in units for run in unit.ranges]
-        assert [run.begin for run in runs] == [0, *(run.end for run in runs[:-1])]
-        assert runs[-1].end == sum(partition.numel for partition in partitions)
-        for unit in units:
-            assert 0 < unit.numel <= -(-unit_size // PIECE_MULTIPLE) * PIECE_MULTIPLE
-            names = [partition.name for partition, _ in partitions_in(unit, sub_groups)]
-            assert names
-            assert {rules.placement_of(name) for name in names} == {unit.fixed}
-        ends = [sum(partition.numel for partition in partitions[: count + 1]) for count in range(len(partitions))]
-        for end, before, after in zip(ends, partitions, partitions[1:], strict=False):
-            if rules.placement_of(before.name) is not rules.placement_of(after.name):
-                assert end in {run.end for run in runs}
-
-
 @given(rules, st.sampled_from(NAMES))
 def test_the_first_rule_that_matches_places_a_parameter(rules: PlacementRules, name: str) -> None:
     states = next(
@@ -98,21 +69,12 @@ def test_the_first_rule_that_matches_places_a_parameter(rules: PlacementRules, n
     assert rules.may_plan or rules.placement_of(name) is not None
 
 
-def test_neighbours_with_the_same_placement_share_a_unit_whatever_the_rule() -> None:
+def test_units_end_at_the_next_border_after_a_change_of_the_placement_and_not_of_the_rule() -> None:
     rules = PlacementRules.from_json([{"match": "a.*", "states": "cpu"}, {"match": "b.*", "states": "cpu"}])
-    workload = cut_into_units([[Partition(f"{name}.w", 16) for name in "abc"]], 100, rules.placement_of)
-    assert [(unit.numel, unit.label, unit.fixed) for unit in workload.units] == [
-        (32, "a to b", Placement.CPU),
-        (16, "c", None),
-    ]
-
-
-def test_a_unit_ends_at_the_next_border_after_the_place_where_the_placement_changes() -> None:
-    rules = PlacementRules.from_json([{"match": "a.*", "states": "cpu"}])
-    workload = cut_into_units([[Partition(f"{name}.w", 20) for name in "ab"]], 100, rules.placement_of)
-    assert [(unit.ranges, unit.fixed) for unit in workload.units] == [
-        ((Range(0, 0, 32),), Placement.CPU),
-        ((Range(0, 32, 8),), None),
+    workload = cut_into_units([[Partition(f"{name}.w", 20) for name in "abc"]], 100, rules.placement_of)
+    assert [(unit.ranges, unit.label, unit.fixed) for unit in workload.units] == [
+        ((Range(0, 0, 48),), "a to b", Placement.CPU),
+        ((Range(0, 48, 12),), "c", None),
     ]
 
 

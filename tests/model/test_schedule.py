@@ -1,4 +1,4 @@
-"""Check lowering, the text and the grid of schedules, and that faulty schedules are refused."""
+"""Check placing by stride, lowering, the text and the grid of schedules, and that faulty schedules are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from perf_model.schedule.action import ActionKind
+from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.lowering import assign_slots, forward_order, insert_waits, issue_order
 from perf_model.schedule.placement import Placement
@@ -21,8 +21,32 @@ from tests.model.mutations import with_one_action_dropped, with_one_action_repea
 from tests.model.schedule_text import parse_schedule
 from tests.model.strategies import plans, schedules
 
+
+def streamed(placements: tuple[Placement, ...]) -> list[int]:
+    """Return the indices of the streamed units."""
+    return [index for index, placement in enumerate(placements) if placement is Placement.STREAMED]
+
+
+def test_stride_streams_the_units_that_the_paper_streams() -> None:
+    workload = Workload.from_numels([10] * 7)
+    assert streamed(place_by_stride(workload, 2)) == [1, 3, 5]
+    assert streamed(place_by_stride(workload, 3)) == [2, 5]
+    assert streamed(place_by_stride(workload, 7)) == [6]
+    assert streamed(place_by_stride(workload, 8)) == []
+    assert streamed(place_by_stride(Workload.from_numels([10]), 2)) == []
+
+
+def test_actions_are_written_in_the_documented_format() -> None:
+    assert str(Action(ActionKind.PREFETCH, 3)) == "PREFETCH 3"
+    assert str(Action(ActionKind.PREFETCH, 3, 0, ("FLUSH_STATES 1",))) == "PREFETCH 3 slot 0 after FLUSH_STATES 1"
+
+
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+
+
 WORKLOAD = Workload.from_numels([100, 100, 100, 60])
+
+
 MIXED = (CPU, STREAMED, STREAMED, CPU)
 
 
