@@ -1,6 +1,6 @@
 """Make a quick profile over torch.distributed twice, then one that fails.
 
-``test_distributed.py`` starts this program as several ranks.
+``test_cache.py`` starts this program as several ranks.
 """
 
 from __future__ import annotations

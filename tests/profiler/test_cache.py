@@ -17,6 +17,7 @@ from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import NO_ACCELERATOR, noise_waivers
 from deep_opt_states.profiler.ranks import Ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
+from tests.launch import run_ranks
 from tests.model.profiles import profile
 from tests.profiler.threads import on_ranks
 
@@ -56,10 +57,7 @@ def profile_and_log(ranks: Ranks) -> tuple[float, list[str]]:
 
 
 def test_a_cached_profile_is_read_instead_of_measuring(folder: Path, measured: list[int]) -> None:
-    assert profile_and_log(Ranks()) == (
-        1e9 + 1,
-        ["A quick hardware profile was measured."],
-    )
+    assert profile_and_log(Ranks()) == (1e9 + 1, ["A quick hardware profile was measured."])
     (file,) = folder.iterdir()
     assert profile_and_log(Ranks()) == (1e9 + 1, [f"Hardware profile of 2026-01-02, read from {file}."])
     assert measured == [0]
@@ -73,6 +71,7 @@ def test_the_machine_is_measured_again_after_triton_was_installed(
     profile_and_log(Ranks())
     monkeypatch.setattr(cache, "triton_version", lambda: "3.6.0")
     assert profile_and_log(Ranks())[0] == 1e9 + 2
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_the_machine_is_measured_again_with_pinned_threads(folder: Path, measured: list[int]) -> None:
@@ -80,13 +79,6 @@ def test_the_machine_is_measured_again_with_pinned_threads(folder: Path, measure
     for _ in range(2):
         assert quick_profile(None, Ranks(), print, print, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 2
     assert measured == [0, 0]
-
-
-def test_the_machine_is_measured_again_for_another_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile_and_log(Ranks())
-    monkeypatch.setattr(cache, "fingerprint", lambda *facts: "another")
-    assert profile_and_log(Ranks())[0] == 1e9 + 2
-    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,34 +165,28 @@ def test_a_failure_on_rank_0_is_raised_on_all_ranks(folder: Path, monkeypatch: p
     assert {str(outcome) for outcome in outcomes} == {"rank 0: KeyError: 'facts'"}
 
 
-def test_a_cache_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A file in place of the folder: root may write to any folder, whatever its permissions are.
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    rate, log = profile_and_log(Ranks())
-    assert rate == 1e9 + 1
-    assert "not cached" in log[-1]
-    assert "Set XDG_CACHE_HOME" in log[-1]
+def homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
-def test_a_folder_in_place_of_the_cached_file_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["a file in place of the folder", "a folder in place of the file", "no home folder"])
+def test_a_profile_that_cannot_be_cached_is_used_with_a_line_of_the_log(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check reasons that stop even root, who may write to any folder."""
     monkeypatch.setattr(cache, "fingerprint", lambda *facts: "there")
-    (folder / "there.json").mkdir(parents=True)
+    if place == "a file in place of the folder":
+        folder.write_text("")
+    elif place == "a folder in place of the file":
+        (folder / "there.json").mkdir(parents=True)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
     rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
     assert "not cached" in log[-1]
-    assert [path.name for path in folder.iterdir()] == ["there.json"]
-
-
-def test_a_user_without_a_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
-    rate, log = profile_and_log(Ranks())
-    assert rate == 1e9 + 1
-    assert "not cached" in log[-1]
+    assert "XDG_CACHE_HOME" in log[-1]
+    assert not folder.is_dir() or [path.name for path in folder.iterdir()] == ["there.json"]
 
 
 def test_the_cache_folder_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,3 +223,26 @@ def test_an_error_of_the_measurement_is_raised(folder: Path, monkeypatch: pytest
     with pytest.raises(ProfileError, match="no kernel"):
         profile_and_log(Ranks())
     assert not folder.exists()
+
+
+# Real ranks, as training calls it
+
+
+def test_two_ranks_measure_together_once_and_fail_together(tmp_path: Path) -> None:
+    ranks = run_ranks(2, ["-m", "tests.profiler.ranks_program"], timeout_s=120, XDG_CACHE_HOME=str(tmp_path))
+    for rank in ranks:
+        assert rank.returncode == 0, rank.output[-5000:]
+    (first,), (second,) = (rank.answers() for rank in ranks)
+    measured, cached, failed = first["outcomes"]
+    assert second["outcomes"] == first["outcomes"], "the same profile, and the same reason, on all ranks"
+    assert cached == measured
+    profile = HardwareProfile.from_json(measured)
+    assert (profile.provenance.ranks, profile.provenance.cores) == (2, 2)
+    assert failed.startswith(
+        "ProfileError: cpu_adam_params_per_s: is needed for every prediction, found no measurement"
+    )
+    assert "(rank 1: RuntimeError: broken on purpose)" in failed
+    assert [line.split(maxsplit=1)[0] for line in first["log"]] == ["A", "Hardware"]
+    assert second["log"] == []
+    assert (first["threads"], second["threads"]) == (1, 1)
+    assert len(list((tmp_path / "deep_opt_states").iterdir())) == 1
