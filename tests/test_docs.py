@@ -129,9 +129,11 @@ PAGES_FOR_USERS = (
 
 def test_the_pages_for_users_stay_short() -> None:
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in PAGES_FOR_USERS)]
-    words = [len(GENERATED.sub("", page.read_text(encoding="utf-8")).split()) for page in pages]
+    # Samples of output explain themselves.
+    texts = [re.sub(r"```text\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages]
+    words = [len(GENERATED.sub("", text).split()) for text in texts]
     assert words[0] <= 800
-    assert sum(words) <= 7700
+    assert sum(words) <= 7500
 
 
 def table_rows(page: str) -> list[list[str]]:

@@ -112,6 +112,15 @@ def test_the_cpu_lane_runs_one_task_at_a_time_also_while_one_waits() -> None:
     assert seen == ["begin", "stream", "end", "next"]
 
 
+def test_the_current_stream_is_the_one_that_is_issued_on() -> None:
+    device = FakeDevice()
+    stream = device.stream()
+    assert device.current_stream() is device.caller
+    with stream.issue():
+        assert device.current_stream() is stream
+    assert device.current_stream() is device.caller
+
+
 # Copies
 
 
