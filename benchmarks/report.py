@@ -168,7 +168,7 @@ class StockComparison:
             self.model,
             *(f"{row['median']:.3g}" for row in self.iterations),
             _with_spread(self.speedup),
-            _with_spread(self.plugin.get(EMULATED_COST_SHARE if emulated else COST_SHARE, {}), 100),
+            _cost(self.plugin.get(EMULATED_COST_SHARE if emulated else COST_SHARE, {})),
             "-" if not bits else {True: "yes", False: "no"}.get(bits[0], bits[0]),
             *([share] if emulated else [self._both(RETAINED, 100), self._both(memory, 1e-9)]),
         ]
@@ -235,6 +235,10 @@ def report(folder: Path) -> str:
     )
 
 
+def _cost(row: Mapping[str, Any]) -> str:
+    return "noise" if row.get("p20", 0.0) < 0 else _with_spread(row, 100)
+
+
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"|{'|'.join(cells)}|" for cells in (head, ["---"] * len(head), *lines))
 
@@ -260,8 +264,8 @@ def _runs(found: Sequence[StockComparison]) -> Iterator[str]:
 
 
 def aim_lines(rows: Rows) -> Iterator[str]:
-    """Yield a line for each aim that is missed or was not measured, and one for all others."""
-    met = 0
+    """Yield a line for each aim that is missed or was not measured, and one with all others."""
+    met = []
     for aim in AIMS:
         worst = aim.worst(rows)
         if worst is None:
@@ -269,8 +273,8 @@ def aim_lines(rows: Rows) -> Iterator[str]:
         elif aim.margin(worst) < 0:
             yield f"- {aim.text}: **missed**, {format_row(worst)[0]}"
         else:
-            met += 1
-    yield f"- the other {met}: met"
+            met.append(aim.text)
+    yield f"- met: {'; '.join(met)}"
 
 
 def draw(by_source: Mapping[str, Sequence[StockComparison]], path: Path) -> None:
@@ -302,7 +306,8 @@ An iteration is {gpu_range} times as fast as with stock DeepSpeed on one GPU, {c
 
 *Stock* is DeepSpeed's ZeRO-3 with optimizer offloading and its defaults; the plugin trains the same model on the same
 data. A speed-up is the median of interleaved runs with its 20th to 80th percentile; without these, it divides two
-medians. The *cost* is an iteration less one of the same engine without an update, in % of stock's. *Retained*: tokens
+medians. The *cost* is an iteration less one of the same engine without an update, in % of stock's, or *noise* if its
+spread includes 0. *Retained*: tokens
 per second, of those without offload. A pair is stock's and the plugin's. *Same bits*: losses and weights equal stock's.
 `-`: not measured.
 
@@ -323,7 +328,7 @@ Sequences of 64 bytes; `1x4` accumulates 4 micro-batches of 1. The memory is the
 
 Nothing here was measured on a GPU or a disk. A small model trains for real; copies, kernels and updates take as long as
 on the machine, by the rates of a preset. The memory is the share of the GPU's that the plugin may use. On the SSD,
-stock's pipelined swapper takes {pipelined}.
+stock's pipelined swapper, which is off by default and not in the table, takes {pipelined}.
 
 {EMULATED}
 

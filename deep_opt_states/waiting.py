@@ -48,18 +48,20 @@ def _watch(
     step: str | Callable[[], str], explain: Callable[[], str | None], has_ended: Callable[[float], bool]
 ) -> None:
     began_s, pause_s, waited_s, was_logged = time.monotonic(), FIRST_S, 0.0, False
+    name = "a wait"
     while not has_ended(pause_s):
         waited_s = pause_s = waited_s + pause_s
         text: str | None = ""
         # A wait must not fail because of its explanation.
         with suppress(Exception):
+            name = step() if callable(step) else step
             text = explain()
         if text is not None:
             was_logged = True
             tell = log.warn_this_rank if text else log.info_this_rank
-            tell(f"{step() if callable(step) else step}: {waited_s:.0f} s so far. {text}".rstrip())
+            tell(f"{name}: {waited_s:.0f} s so far. {text}".rstrip())
     if was_logged:
-        log.info_this_rank(f"{step() if callable(step) else step}: ended after {time.monotonic() - began_s:.0f} s")
+        log.info_this_rank(f"{name}: ended after {time.monotonic() - began_s:.0f} s")
 
 
 def watch_loader(loader: Any) -> None:

@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-NETWORK = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "glusterfs", "9p", "beegfs", "gpfs")
+NETWORK = (
+    *("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "glusterfs", "9p", "virtiofs", "vboxsf"),
+    *("afs", "beegfs", "gpfs", "wekafs", "pvfs2", "ocfs2", "gfs2"),
+)
 """The beginnings of the types of file systems on which Linux does not keep direct I/O and a mapping coherent."""
 
 TRIAL = bytes(range(256)) * (mmap.PAGESIZE // 256)
@@ -108,9 +111,11 @@ class StateFile:
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds ``folder``, such as "ext4"; empty if it is not known."""
     try:
-        types = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
+        mounts = Path("/proc/mounts").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
+    # Blanks in the name of a mounted folder are written as \040.
+    types = {folder.replace("\\040", " "): kind for _, folder, kind, *_ in map(str.split, mounts)}
     return types.get(max(filter(folder.resolve().is_relative_to, types), key=len, default=""), "")
 
 

@@ -61,9 +61,12 @@ def memory() -> HostMemory:
     return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
 
 
-def process_bytes() -> int:
-    """Return the bytes of host memory that this process uses now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def process_bytes() -> int | None:
+    """Return the bytes of host memory that this process uses now; None where Linux does not show them."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -97,7 +97,7 @@ class RunWriter(ReportSink):
                 for row in reporter.comparison()
             ],
             "forward_alone_s": reporter.forward_alone_s,
-            "stock_s": typical.plan.stock_s,
+            "stock_s": typical.plan.predict_stock(),
             "drawn_step": typical.counts.step,
         }
         self._replace(INFO, self._describe().to_json_dict() | measured)

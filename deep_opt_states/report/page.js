@@ -42,7 +42,10 @@ function plot(frame) {
   return new uPlot(options, [curves.step, ...shown.map(([quantity]) => curves[quantity])], frame);
 }
 
-const plotAll = () => (plots = frames.map(plot));
+const plotAll = () => {
+  plots.forEach((each) => each.destroy());
+  plots = frames.map(plot);
+};
 plotAll();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", plotAll);
 addEventListener("resize", () => plots.forEach((each, index) => each.setSize({ width: frames[index].clientWidth, height: 240 })));

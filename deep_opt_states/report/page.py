@@ -53,7 +53,7 @@ _PLACEMENTS = {
     Placement.STREAMED: "streamed: updated on the accelerator, through staging slots",
     Placement.RESIDENT: "resident: kept and updated on the accelerator",
 }
-_MEMORY = {MemoryKind.PINNED.value: "page-locked host memory", MemoryKind.ACCELERATOR.value: "accelerator memory"}
+_MEMORY = {MemoryKind.PINNED.value: "host memory", MemoryKind.ACCELERATOR.value: "accelerator memory"}
 
 
 def render(run: RecordedRun, name: str) -> str:

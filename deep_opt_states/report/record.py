@@ -55,8 +55,8 @@ class ReportedPlan:
     """Returns the iteration after the update that is being reported; None if no update has followed it."""
     read_memory_bytes: Callable[[], int | None] = lambda: None
     """Returns the GPU memory that PyTorch holds now; if the accelerator is the CPU, the memory of the process."""
-    stock_s: float | None = None
-    """The predicted seconds of stock's update; None without a profile."""
+    predict_stock: Callable[[], float | None] = lambda: None
+    """Returns the predicted seconds of stock's update, at least; None without a profile."""
     description: Sequence[str] = ()
 
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:

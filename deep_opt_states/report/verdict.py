@@ -11,7 +11,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.units import percent, seconds
 
 LITTLE_GAIN = 0.95
-"""The ratio of the cost to the predicted one of stock above which nothing is gained: predictions are no better."""
+"""The ratio of the cost to the predicted one of stock above which little is gained: predictions are no better."""
 
 _RESOURCES = {
     Lane.H2D: "The link to the accelerator",
@@ -47,8 +47,8 @@ def _sentences(run: RecordedRun) -> Iterator[str]:
     if run.measured is not None:
         yield _limit(run.measured[0])
     if (stock_s := run.stock_s) is not None:
-        gain = "nothing is gained here" if cost_s > LITTLE_GAIN * stock_s else "the plugin saves time"
-        yield f"Stock's update is predicted (SIMULATED from the profile) to cost {seconds(stock_s)}: {gain}."
+        gain = "little or nothing is gained here" if cost_s > LITTLE_GAIN * stock_s else "the plugin saves time"
+        yield f"Stock's update is predicted (SIMULATED from the profile) to cost at least {seconds(stock_s)}: {gain}."
     if all(placement is Placement.CPU for placement in run.info.plan.placements):
         yield "The CPU updates every unit, as with stock."
 

@@ -77,10 +77,12 @@ def choose_states_on_disk(
     numel = sum(partition.numel for partition in partitions if partition.is_on_disk)
     kept_bytes = sum(partition.numel for partition in partitions) * sum(widths.on_host.values()) - numel * widths.states
     # A limit of 0 asks for as little as possible.
-    if kept_bytes > host_bytes > 0:
-        log.warn_this_rank(
+    if kept_bytes > host_bytes and config.host_memory_gb != 0:
+        source = "free" if config.host_memory_gb is None else 'allowed by "host_memory_gb"'
+        log.warn(
             f"gradients and states that are never on disk need {size(kept_bytes)} of host memory per rank, found "
-            f'{size(host_bytes)} by "host_memory_gb" or by what is free: training may run out of host memory'
+            f"{size(host_bytes)} {source}: training may run out of host memory. Use more "
+            'nodes, or set a larger "host_memory_gb"'
         )
     if mmap.PAGESIZE != PAGE_BYTES:
         raise DiskError(

@@ -22,7 +22,7 @@ from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink,
 from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.start.assembly import Assembly
-from perf_model.prediction.cost import CostModel
+from perf_model.prediction.cost import CostModel, stock_speed_up
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import MemoryKind, total_reserved
 from perf_model.prediction.simulate import simulate
@@ -87,7 +87,7 @@ class EngineProgress:
         )
 
 
-def _memory_bytes() -> int:
+def _memory_bytes() -> int | None:
     """Return the memory that ``ReportedPlan.read_memory_bytes`` names."""
     return process_bytes() if get_accelerator().device_name() == "cpu" else reserved_bytes()
 
@@ -97,7 +97,12 @@ def _stock_update_s(profile: HardwareProfile | None, widths: Widths, workload: W
     if profile is None or profile.get("stock_cpu_adam_params_per_s") is None or workload.on_disk_numel:
         return None
     schedule = serial_schedule((Placement.CPU,) * len(workload.units))
-    return simulate(schedule, workload, CostModel.for_stock(profile, widths)).end_s
+    simulated_s = simulate(schedule, workload, CostModel.for_stock(profile, widths)).end_s
+    # A full profile has the rate of the whole step, with norm, unscaling and the search for inf.
+    step_params_per_s = profile.get("stock_step_params_per_s")
+    return max(
+        simulated_s, 0.0 if step_params_per_s is None else workload.numel / (stock_speed_up(widths) * step_params_per_s)
+    )
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
@@ -113,7 +118,7 @@ def _reported_plan(assembly: Assembly) -> ReportedPlan:
         read_windows=assembly.running.windows.windows,
         read_iteration=lambda: exposure.iteration,
         read_memory_bytes=_memory_bytes,
-        stock_s=_stock_update_s(planned.profile, widths, plan.workload),
+        predict_stock=partial(_stock_update_s, planned.profile, widths, plan.workload),
         description=[
             *planned.at_end(plan, widths),
             f"memory of rank 0: {total_reserved(assembly.context.device.reserved)}",
