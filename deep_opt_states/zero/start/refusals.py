@@ -247,7 +247,7 @@ _OPTIMIZER = (
         "optimizer",
         "must be DeepSpeedCPUAdam, which DeepSpeed creates for Adam and AdamW when it offloads",
         f'Remove "zero_force_ds_cpu_optimizer": false, if the config contains it. {CONVERSION} '
-        'Without them, set "optimizer": {"type": "AdamW", ...} without "torch_adam", or pass '
+        'Without Accelerate and the Trainer, set "optimizer": {"type": "AdamW", ...} without "torch_adam", or pass '
         "deepspeed.ops.adam.DeepSpeedCPUAdam to initialize().",
         lambda optimizer: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         (f"{DeepSpeedCPUAdam.__module__}.{DeepSpeedCPUAdam.__qualname__}",),

@@ -210,7 +210,7 @@ REFUSED: dict[str, Attempt] = {
     "sgd": refused(
         CLIENT,
         "found torch.optim.sgd.SGD.\nRemove",
-        'Remove "zero_force_ds_cpu_optimizer": false, if the config contains it. Accelerate',
+        'Remove "zero_force_ds_cpu_optimizer": false, if the config contains it. Use "adamw_torch"',
         optimizer=sgd,
         converts=True,
     ),

@@ -94,7 +94,7 @@ def test_the_key_that_keeps_the_optimizer_is_named_before_weights_are_loaded(rea
     read({**AXOLOTL, **EMPTY})
     line = logged[0]
     assert line.startswith('Remove "zero_force_ds_cpu_optimizer": false, unless the script passes a DeepSpeedCPUAdam.')
-    assert all(word in line for word in ("adamw_bnb_8bit", "SGD", "L2 decay", 'use "adamw_torch"'))
+    assert all(word in line for word in ("adamw_bnb_8bit", "SGD", "L2 decay", 'Use "adamw_torch"'))
 
 
 @each_reader
@@ -194,7 +194,7 @@ def test_sub_groups_of_one_parameter_are_named_with_the_remedy() -> None:
     config = {**STAGE_3, **BLOCK, "zero_optimization": {**zero, "sub_group_size": 0}}
     optimizer, (line,) = prepared(OPTIMIZERS["AdamW"], config)
     assert optimizer == PLUGIN
-    assert line.endswith('"sub_group_size": 1e9')
+    assert line.endswith('Set "sub_group_size": 1e9 in new runs.')
     _, lines = prepared(OPTIMIZERS["AdamW"], {**config, "zero_optimization": {**zero, "sub_group_size": 1}})
     assert lines == []
 
