@@ -147,7 +147,7 @@ def test_bits_of_stock_that_differ_from_run_to_run_are_no_answer(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("cores", "median", "expected"),
-    [(2, 1.7, "the other 1: met"), (2, 1.5, "**missed**, 1.5x"), (64, 1.5, "not measured")],
+    [(2, 1.7, "- met: "), (2, 1.5, "**missed**, 1.5x"), (64, 1.5, "not measured")],
 )
 def test_aims_are_checked_against_the_rows(cores: int, median: float, expected: str, tmp_path: Path) -> None:
     samples, labels = [median, 9.0, 0.1], {"unit": "times", "setting": {}}
