@@ -260,7 +260,7 @@ def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[
     )
     locked, accelerator = tables["Memory that rank 0 reserved for the update"]
     pinned_bytes = info["memory_bytes"]["pinned"]
-    assert locked[0] == "page-locked host memory"
+    assert locked[0] == "host memory"
     assert locked[1] == [[pinned_bytes, "3.21 GB"], [pinned_bytes / WORKLOAD.numel, "14.4 bytes"]]
     assert accelerator[1][0] == [info["memory_bytes"]["accelerator"], "720 MB"]
 
