@@ -102,12 +102,12 @@ class UpdateReporter:
 
     def _slowed_forward(self) -> Iterator[str]:
         """Yield how much longer forward took beside updates than without, unless that is unknown."""
-        windows = self._plan.read_windows()
+        windows, alone_s = self._plan.read_windows(), self.forward_alone_s
         beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
-        if windows is not None and windows.forward_s > 0 and beside_s > 0:
+        if windows is not None and alone_s is not None and beside_s > 0:
             yield (
-                f"forward took {seconds(beside_s)} beside updates and {seconds(windows.forward_s)} without: "
-                f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
+                f"forward took {seconds(beside_s)} beside updates and {seconds(alone_s)} without: "
+                f"{beside_s / alone_s - 1:+.0%} ({windows.slowdown})"
             )
 
     def _summary(self) -> Iterator[str]:

@@ -25,11 +25,6 @@ class ProgramRanks:
     """The world sizes at which each rank needs a fresh interpreter."""
 
 
-def selecting(program: str, *names: str, timeout_s: float) -> ProgramRanks:
-    """Return the ranks of ``program`` whose arguments are the names of what they train."""
-    return ProgramRanks(program, timeout_s=timeout_s, arguments=lambda folder: names)
-
-
 class TrainingOnce:
     """The ranks of a module of tests: those of a world size are started when a test first needs them."""
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from tests.ranks import ranks
 from tests.software_gpu.hugging_face import keep_process_group, trainer_on_device
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
+from tests.tiny_llama import tiny_llama
 from tests.zero.parity.case import STRIDE_2
 from tests.zero.parity.training import Block, Record, assert_same_bits, collect
 
@@ -81,17 +82,7 @@ def train(block: Block, folder: Path, resume_from: Path | None = None) -> Record
         disable_tqdm=True,
     )
     torch.manual_seed(17)
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        use_cache=False,
-    )
-    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
+    model = tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, use_cache=False).model
     trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(), eval_dataset=RandomTokens())
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     engine = trainer.model_wrapped

@@ -37,7 +37,7 @@ def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder:
 
 
 WAYS: tuple[tuple[str, Block], ...] = (("plugin", None), ("stock", ANOTHER_PLACEMENT), ("plugin", CPU))
-"""Who has saved a checkpoint, and the block with which it is resumed."""
+"""The arm that saves each checkpoint, stock or the plugin, and the block that resumes it; None resumes with stock."""
 
 
 @pytest.mark.promise("P1", "P4")
