@@ -34,6 +34,7 @@ def activate() -> None:
         register_post_import_hook(_hook_engine, "deepspeed.runtime.engine")
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
         register_post_import_hook("deep_opt_states.waiting:watch_loader", "torch.utils.cpp_extension")
+        register_post_import_hook("deep_opt_states.waiting:watch_rendezvous", "deepspeed.comm.comm")
         register_post_import_hook("deep_opt_states.accelerate_hook:warn_early", "accelerate.utils.deepspeed")
         _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
@@ -60,14 +61,10 @@ def _hook_engine(module: Any) -> None:
             return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
-    def load_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    def load_or_save(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if plugin := plugin_for(getattr(engine, "_config", None)):
-            plugin.check_checkpoint(engine, args, kwargs)
+            return getattr(plugin, wrapped.__name__)(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
-
-    def save_checkpoint(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        plugin = plugin_for(getattr(engine, "_config", None))
-        return plugin.save_checkpoint(wrapped, engine, args, kwargs) if plugin else wrapped(*args, **kwargs)
 
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
         # No update exists if this module was never imported.
@@ -87,8 +84,8 @@ def _hook_engine(module: Any) -> None:
     # ZeRO optimizer, so the second wrapper alone would silently ignore our block.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
     _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
-    _wrap(module, "DeepSpeedEngine", "load_checkpoint", load_checkpoint)
-    _wrap(module, "DeepSpeedEngine", "save_checkpoint", save_checkpoint)
+    for method in ("load_checkpoint", "save_checkpoint", "save_16bit_model"):
+        _wrap(module, "DeepSpeedEngine", method, load_or_save)
 
 
 def _hook_config(module: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ from deep_opt_states import log
 
 FIRST_S = 20.0
 """The seconds after which a wait is logged. Each further line doubles its seconds."""
+
+ANNOUNCED_S = 10.0
+"""The seconds between a rank's first wait in ``init_distributed`` and the names of missing ranks."""
 
 THREAD = "deep_opt_states-waiting"
 
@@ -149,3 +153,33 @@ def _missing_ranks(number: int, thread: int) -> str | None:
     step = [frame for frame in ours if Path(frame.filename).name not in CALLED_BY_STEPS][-1]
     missing = ", ".join(str(rank) for rank, is_here in enumerate(here) if not is_here) or "none"
     return f"Missing in {step.name} ({Path(step.filename).name}:{step.lineno}): rank {missing}."
+
+
+def watch_rendezvous(comm: Any) -> None:
+    """Make ``init_distributed`` of ``comm``, DeepSpeed's module, log which ranks are missing when it takes long."""
+
+    def init_distributed(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        with waiting("waiting for other ranks in init_distributed", _missing_in_rendezvous):
+            return wrapped(*args, **kwargs)
+
+    wrap_function_wrapper(comm, "init_distributed", init_distributed)
+
+
+def _missing_in_rendezvous() -> str | None:
+    """Return the ranks that have not waited for long, as known by the store that rank 0 or the launcher keeps."""
+    rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    host = os.environ["MASTER_ADDR"]
+    try:
+        # PyTorch's store would log a long traceback.
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return f"Nothing answers at {host}:{port}, where rank 0 must listen: look at its output."
+    store = dist.TCPStore(host, port, timeout=timedelta(seconds=5), wait_for_workers=False)  # type: ignore[attr-defined]
+    store.set(_key(-1, rank), "here")
+    # Ranks that started a little later announce themselves a little later.
+    time.sleep(ANNOUNCED_S)
+    here = [store.check([_key(-1, each)]) for each in range(ranks)]
+    if any(here[:rank]):
+        return None
+    missing = ", ".join(str(each) for each, is_here in enumerate(here) if not is_here)
+    return f"Missing: rank {missing}. Look at its output, and whether its node runs." if missing else ""

@@ -8,6 +8,7 @@ they are copied to the slot and back.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -25,6 +26,9 @@ from deep_opt_states.device.state_file import StateFile
 from deep_opt_states.runtime.worker import Worker
 from perf_model.schedule.host_layout import PAGE_BYTES, DiskRun, Widths, runs_on_disk
 from perf_model.schedule.workload import Workload
+
+CHECKED_BYTES = 16 * 2**20
+"""The size of one read of ``DiskStates.check_readable``."""
 
 
 class StatesInSlot:
@@ -117,16 +121,23 @@ class DiskStates:
         # The threads of the read and write lanes transfer the pages of the first file.
         self.readers, self.writers = ([Worker(name="deep_opt_states-disk") for _ in folders[1:]] for _ in range(2))
         by_unit = {unit: list(runs) for unit, runs in groupby(runs_on_disk(workload, widths), attrgetter("unit"))}
-        placed = [stripe for runs in by_unit.values() for run in runs for stripe in stripes(run, self.files)]
+        self._placed = [stripe for runs in by_unit.values() for run in runs for stripe in stripes(run, self.files)]
         # All space is taken before anything is written.
-        for file, offset_bytes, size_bytes in placed:
+        for file, offset_bytes, size_bytes in self._placed:
             file.reserve(offset_bytes, size_bytes)
-        for file, offset_bytes, size_bytes in placed:
+        for file, offset_bytes, size_bytes in self._placed:
             file.check_coherence(offset_bytes)
             slab.map_file(file.fd, offset_bytes, size_bytes)
         _, each_bytes, count = widths.disk_bytes(workload)
         self.slots = [device.host_slab(each_bytes) for _ in range(count)]
         self.units = {workload.units[unit].ranges: StatesOnDisk(runs, self) for unit, runs in by_unit.items()}
+
+    def check_readable(self) -> None:
+        """Read all pages; raise ``DiskError``. If a reader of the mapping found the failure, SIGBUS would end it."""
+        memory = memoryview(mmap.mmap(-1, CHECKED_BYTES))
+        for file, offset_bytes, size_bytes in self._placed:
+            for begin in range(0, size_bytes, CHECKED_BYTES):
+                file.read(memory[: size_bytes - begin], offset_bytes + begin)
 
     def close(self) -> None:
         """Close the files, whose space is free when no tensor over their pages is left."""

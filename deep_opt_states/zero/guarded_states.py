@@ -151,6 +151,12 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
 
     # --- Checkpoints ---
 
+    def check_states_on_disk(self) -> None:
+        """Raise on all ranks if states on disk cannot be read on one, before a save; every rank calls this."""
+        if (disk := self._running.memory.disk) is not None:
+            self._update.synchronize_ranks(raise_failure=False, states=True)
+            raise_together(disk.check_readable)
+
     def checkpoint_event_prologue(self) -> None:
         """Wait for the update before a load or a save; every rank calls this."""
         # A failure is raised at the next use of the states, which a load replaces.

@@ -16,7 +16,7 @@ from deep_opt_states import log
 from deep_opt_states.config import Config
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
-from deep_opt_states.zero.checkpoint_saving import save_checkpoint  # noqa: F401 (for the activation)
+from deep_opt_states.zero.checkpoint_saving import save_16bit_model, save_checkpoint  # noqa: F401 (for the activation)
 from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
@@ -134,7 +134,8 @@ def _check_engine(engine: Any, model: Any) -> None:
     warn_of_untested_release()
 
 
-def check_checkpoint(engine: Any, args: Any, kwargs: Any) -> None:
-    """Raise ``CheckpointError`` on every rank if our engine cannot load these files. This is a collective."""
+def load_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
+    """Replace ``DeepSpeedEngine.load_checkpoint``. All ranks raise ``CheckpointError`` if one cannot load its files."""
     if isinstance(engine.optimizer, DeepOptimizerStates_Stage3):
         check_before_loading(engine, args, kwargs)
+    return wrapped(*args, **kwargs)

@@ -64,7 +64,7 @@ PASS_FURTHER_ON = {
     *("_configure_offloading", "_get_fp32_opt_state_partition", "get_full_hp_param", "offload_states", "reload_states"),
     *("load_hp_checkpoint_state_from_checkpoint_dir_stage3", "set_full_hp_param", "set_local_hp_param"),
     *("_all_gather", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "load_checkpoint"),
-    "save_checkpoint",
+    *("save_16bit_model", "save_checkpoint"),
 }
 """The methods whose replacements pass further arguments on to DeepSpeed's own."""
 
@@ -97,6 +97,7 @@ METHODS: Mapping[str, Mapping[str, str]] = {
         "_get_zero_ckpt_name": "checkpoints_path tag",
         "_copy_recovery_script": "save_path",
         "load_checkpoint": "load_dir tag",
+        "save_16bit_model": "save_dir",
         "save_checkpoint": "save_dir tag",
     },
     "deepspeed.runtime.config:DeepSpeedConfig": {"_initialize_params": "param_dict"},
