@@ -57,7 +57,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
-    warn_of_optimizer(basic_optimizer, config_of(engine).zero_config.sub_group_size)
+    warn_of_optimizer(basic_optimizer)
     refuse_later_methods(engine)
     # The schedule reads and writes units on disk. To stock's code, the states are in host memory.
     config_of(engine).zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu

@@ -4,8 +4,8 @@ For example, with units of at most 500 parameters (e: embedding of 700; layers 0
 
     sub-group 0  [eeeeeee|00|11|22|33]    units  [eeee] [eee] [00 11] [22 33]
 
-Persistent parameters are the first unit, which alone spans sub-groups: DeepSpeed keeps and checkpoints the states of a
-sub-group as one tensor. Other units may have several ranges around them.
+Persistent parameters are the first unit, which spans sub-groups. Other units may have several ranges around them. Whole
+sub-groups of one layer share a unit while they fit: with ``"sub_group_size": 0``, each parameter is a sub-group.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
 
@@ -79,7 +80,7 @@ def cut_into_units(
                         unit = Unit(len(units), tuple(_part(ranges, begin, border)), label, place, is_on_disk=on_disk)
                         units.append(unit)
                         begin = border
-    return Workload(tuple(units))
+    return Workload(tuple(_joined(units, unit_size, disk_unit_size)))
 
 
 def partitions_in(unit: Unit, sub_groups: Sequence[Sequence[Partition]]) -> Iterator[tuple[Partition, int]]:
@@ -101,6 +102,26 @@ def _ranges(sub_group: int, partitions: Sequence[Partition], is_persistent: bool
             ranges.append(Range(sub_group, begin, numel))
         begin += numel
     return ranges
+
+
+def _joined(units: Sequence[Unit], unit_size: int, disk_unit_size: int) -> list[Unit]:
+    """Return ``units`` with those of one layer joined that are whole sub-groups: the host takes time for each unit."""
+    units_of = Counter(unit.ranges[0].sub_group for unit in units if not unit.is_persistent)
+    joined: list[Unit] = []
+    may_join = False
+    for unit in units:
+        is_whole = not unit.is_persistent and units_of[unit.ranges[0].sub_group] == 1 and unit_size < WHOLE_SUB_GROUPS
+        most = disk_unit_size if unit.is_on_disk else unit_size
+        if may_join and is_whole and _are_alike(joined[-1], unit) and joined[-1].numel + unit.numel <= most:
+            joined[-1] = replace(joined[-1], ranges=joined[-1].ranges + unit.ranges)
+        else:
+            joined.append(replace(unit, index=len(joined)))
+        may_join = is_whole
+    return joined
+
+
+def _are_alike(unit: Unit, other: Unit) -> bool:
+    return (unit.label, unit.fixed, unit.is_on_disk) == (other.label, other.fixed, other.is_on_disk)
 
 
 def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:

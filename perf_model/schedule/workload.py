@@ -49,10 +49,10 @@ class Range:
 class Unit:
     """The piece of the optimizer states that a schedule places and updates: ``ranges``, padding included.
 
-    The ranges are in one sub-group, except in the *persistent unit*, the first one, which contains all persistent
-    parameters. The CPU updates it, and ``step()`` waits until it is published. ``fixed`` is the placement of a rule,
-    None if the planner decides. ``used_numel`` is the number of elements that forward uses from its first use of this
-    unit until that of the next. It defaults to ``numel``. The CPU updates a unit ``is_on_disk``, in a disk slot.
+    The *persistent unit*, the first one, contains all persistent parameters. The CPU updates it, and ``step()`` waits
+    until it is published. ``fixed`` is the placement of a rule, None if the planner decides. ``used_numel`` is the
+    number of elements that forward uses from its first use of this unit until that of the next. It defaults to
+    ``numel``. The CPU updates a unit ``is_on_disk``, in a disk slot.
     """
 
     index: int

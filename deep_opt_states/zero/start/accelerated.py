@@ -43,8 +43,8 @@ def warn_of_config(param_dict: Mapping[str, Any]) -> None:
         log.warn_once(f"{REMOVE_KEY} With the key, {KEPT}.")
 
 
-def warn_of_optimizer(optimizer: Any, sub_group_size: int) -> None:
-    """Warn if Accelerate made this DeepSpeedCPUAdam of one that computes other updates, or if sub-groups are tiny."""
+def warn_of_optimizer(optimizer: Any) -> None:
+    """Warn if Accelerate made this DeepSpeedCPUAdam of one that computes other updates."""
     replaced = getattr(optimizer, REPLACED_OPTIMIZER, None)
     if replaced is not None and DECOUPLED_DECAY.get(replaced.__name__) is not optimizer.adam_w_mode:
         decay = "AdamW's" if optimizer.adam_w_mode else "L2"
@@ -52,9 +52,4 @@ def warn_of_optimizer(optimizer: Any, sub_group_size: int) -> None:
             f"{replaced.__module__}.{replaced.__qualname__} does not train: Accelerate has replaced it by "
             f"DeepSpeedCPUAdam, which is Adam in fp32 with {decay} weight decay, with stock as well. For AdamW, use "
             '"adamw_torch".'
-        )
-    if sub_group_size == 0:
-        log.warn(
-            '"sub_group_size": 0 makes each parameter a sub-group and a unit, and the host takes time for each. '
-            'Set "sub_group_size": 1e9 in new runs.'
         )

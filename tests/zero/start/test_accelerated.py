@@ -189,17 +189,6 @@ def test_a_replaced_optimizer_that_computes_something_else_is_named() -> None:
 
 
 @ranks(1)
-def test_sub_groups_of_one_parameter_are_named_with_the_remedy() -> None:
-    zero = STAGE_3["zero_optimization"]
-    config = {**STAGE_3, **BLOCK, "zero_optimization": {**zero, "sub_group_size": 0}}
-    optimizer, (line,) = prepared(OPTIMIZERS["AdamW"], config)
-    assert optimizer == PLUGIN
-    assert line.endswith('Set "sub_group_size": 1e9 in new runs.')
-    _, lines = prepared(OPTIMIZERS["AdamW"], {**config, "zero_optimization": {**zero, "sub_group_size": 1}})
-    assert lines == []
-
-
-@ranks(1)
 def test_the_config_in_the_refusal_of_an_older_stage_trains() -> None:
     found = {name: _trained_as_stage_3(_filled_in({**config, **BLOCK})) for name, config in CONFIGS.items()}
     assert found == dict.fromkeys(CONFIGS, PLUGIN)
