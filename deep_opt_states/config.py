@@ -68,7 +68,7 @@ class Config(BaseModel):
         Literal["planned", "cpu", "streamed", "stride"]
         | Annotated[InstanceOf[PlacementRules], WithJsonSchema({"type": "array", "items": {"type": "object"}})]
     ) = "planned"
-    """Where optimizer states are kept and updated, by unit: a part of one sub-group, cut along layers where possible.
+    """Where optimizer states are kept and updated, by unit: a part of a sub-group, cut along layers where possible.
     `"planned"` chooses the placements with the shortest predicted exposed update time. `"cpu"` updates all units on the
     CPU. `"streamed"` copies each unit to the accelerator, updates it there and copies it back. `"stride"` streams every
     k-th unit, where `update_stride` is k, and updates the others on the CPU. A list of objects places parameters by

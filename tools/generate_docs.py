@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,14 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def deepspeed_table() -> str:
-    """Return one table row for each release of DeepSpeed that was tried."""
+    """Return one table row for successive releases of DeepSpeed that were tried with the same result."""
     from tests.compat.results import read_results
 
     entries = read_results()["deepspeed"].values()
     rows = ["| DeepSpeed | 1 rank | 2 ranks | The others | Plugin |", "|---|---|---|---|---|"]
-    rows += [f"| {entry['deepspeed']} | {_compared(entry['cases'])} | {_plugin(entry)} |" for entry in entries]
+    for compared, alike in groupby(entries, key=lambda entry: _compared(entry["cases"])):
+        releases, plugins = zip(*((entry["deepspeed"], _plugin(entry)) for entry in alike), strict=True)
+        rows.append(f"| {', '.join(releases)} | {compared} | {', '.join(dict.fromkeys(plugins))} |")
     return "\n".join([*rows, "", _tried_with(entries, "torch")])
 
 
