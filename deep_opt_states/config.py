@@ -69,83 +69,81 @@ class Config(BaseModel):
         | Annotated[InstanceOf[PlacementRules], WithJsonSchema({"type": "array", "items": {"type": "object"}})]
     ) = "planned"
     """Where optimizer states are kept and updated, by unit: a part of a sub-group, cut along layers where possible.
-    `"planned"` chooses the placements with the shortest predicted exposed update time. `"cpu"` updates all units on the
-    CPU. `"streamed"` copies each unit to the accelerator, updates it there and copies it back. `"stride"` streams every
+    `"planned"` chooses the placements with the shortest predicted exposed update time; `"cpu"` updates all units on the
+    CPU; `"streamed"` copies each unit to the accelerator, updates it there and copies it back; `"stride"` streams every
     k-th unit, where `update_stride` is k, and updates the others on the CPU. A list of objects places parameters by
-    name, also `"resident"` in the memory of the accelerator: see [Rules by name](#rules-by-name)."""
+    name, also `"resident"` in the accelerator's memory: see [Rules by name](#rules-by-name)."""
 
     update_stride: int | None = Field(default=None, ge=2)
-    """The stride k of `"placement": "stride"`, the rule of the paper: unit i, counted from 0, is streamed if i + 1 is a
-    multiple of k. This placement requires the key, and any other placement refuses it."""
+    """The stride k of `"placement": "stride"`, which requires the key; any other placement refuses it. Unit i, counted
+    from 0, is streamed if i + 1 is a multiple of k."""
 
     unit_size: int | None = Field(default=None, ge=1)
-    """The most parameters of a unit on each rank, rounded up to a multiple of 256. By default, the planner chooses it;
-    a placement that leaves nothing to the planner uses units of at most 50,000,000 parameters. DeepSpeed's sub-groups
-    and checkpoints do not depend on it."""
+    """The most parameters of a unit on each rank, rounded up to a multiple of 256. Defaults to the planner's choice, or
+    to 50,000,000 if nothing is left to the planner. DeepSpeed's sub-groups and checkpoints do not depend on it."""
 
     num_slots: int | None = Field(default=None, ge=1)
-    """The number of staging slots on the accelerator, through which streamed units pass. Each slot has the size of the
-    largest streamed unit, at 12 bytes per parameter (10 or 6 with bf16 states). More slots prefetch more states during
-    backward, and let more flushes overlap with the next one. Defaults to 2, and never changes in training: the slots
-    must fit in addition to all that training needs. Where something is left to the planner, it chooses this number, and
-    the key is refused."""
+    """The number of staging slots on the accelerator, through which streamed units pass. Each has the size of the
+    largest streamed unit, at 12 bytes per parameter (10 or 6 with bf16 states). More slots prefetch more states in
+    backward, and let more flushes overlap with the next backward. Defaults to 2, and never changes in training: the
+    slots must fit in addition to all that training needs. Where something is left to the planner, it chooses this
+    number, and the key is refused."""
 
     profile: str | None = Field(default=None, min_length=1)
     """The path of a hardware profile from which the plugin plans and predicts; `deep-opt-states profile` writes one. By
-    default, a quick profile is measured at start, if the planner or `report` needs one, and is cached in
-    `~/.cache/deep_opt_states` for this hardware and software. With a fixed placement, a profile adds predictions to the
-    reports."""
+    default, a quick profile is measured at start if the planner or `report` needs one, and is cached for this hardware
+    and software ([caches](api.md#caches)). With a fixed placement, a profile adds predictions to the reports."""
 
     cpu_threads: int | None = Field(default=None, ge=1)
     """The number of threads with which each rank updates on the CPU. Defaults to one per physical core of the rank's
-    share of its node; on a GPU, less the cores that launch its kernels ([CPU cores](#cpu-cores)). The number does not
-    depend on `OMP_NUM_THREADS`."""
+    share of its node; on a GPU, less the cores that launch its kernels ([CPU cores](#cpu-cores)). `OMP_NUM_THREADS` has
+    no effect on it."""
 
     bind_cores: bool = True
     """Whether to pin the threads of the CPU update to cores of their own, near the rank's GPU, and to keep all other
-    threads of the process off these cores. On the CPU accelerator nothing is pinned."""
+    threads of the process off these cores. No effect on the CPU accelerator."""
 
     gpu_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     """The memory of each GPU that the planner may use for staging slots, resident states and summed gradients, in GB
-    (10^9 bytes), in addition to the three staging buffers for gradients. Defaults to nothing at start, and after the
-    first steps to the memory that was free at their peak, less `gpu_memory_margin_gb`. A number is a limit from the
-    start on. In both cases less is used when memory becomes short. A placement that leaves nothing to the planner
-    refuses the key. No effect on the CPU accelerator, which has no memory of its own."""
+    (10^9 bytes), in addition to the three staging buffers for gradients. Defaults to 0 at start, and after the first
+    steps to the memory that was free at their peak, less `gpu_memory_margin_gb`. A number is a limit from the start on.
+    In both cases, less is used when memory becomes short. A placement that leaves nothing to the planner refuses the
+    key. No effect on the CPU accelerator."""
 
     gpu_memory_margin_gb: float = Field(default=GPU_MARGIN_BYTES / GB, ge=0.0, allow_inf_nan=False)
-    """The memory of each GPU that stays free when free memory is used for states and slots, in GB (10^9 bytes). When
-    half of it is taken, memory counts as short: all states are evicted, and the planner plans once more with what is
-    left, so that the margin is free again. The log reports each change."""
+    """The memory of each GPU that states and slots leave free, in GB (10^9 bytes). When half of it is taken, memory
+    counts as short: all states are evicted, and the planner plans once more for the memory that is left. The log
+    reports each change."""
 
     host_memory_gb: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
-    """The host memory that the optimizer may take on each node, in GB (10^9 bytes), if `offload_optimizer.device` of
-    the DeepSpeed config is `"nvme"`: states that do not fit are on disk. Defaults to the memory that is free at start,
-    less a tenth of the node's. Gradients and the parameters to publish, 4 bytes per parameter of a 16-bit model, are in
-    host memory in any case."""
+    """The host memory that the optimizer may take on each node, in GB (10^9 bytes), if `offload_optimizer.device` is
+    `"nvme"`: states that do not fit are on disk. Defaults to the memory that is free at start, less a tenth of the
+    node's. Gradients and the parameters to publish, 4 bytes per parameter of a 16-bit model, are always in host
+    memory."""
 
     nvme_paths: list[str] | None = Field(default=None, min_length=1)
     """Folders on further disks, in addition to `nvme_path` of `offload_optimizer`. Each state on disk is divided
-    equally among all folders, which are read and written at the same time."""
+    equally among all folders, which are used at the same time."""
 
     overlap_backward: bool = True
     """Whether to prefetch the states of streamed units into free staging slots during backward."""
 
     overlap_forward: bool = True
     """Whether the update overlaps with the next forward. `step()` then returns when the gradient norm is known and the
-    persistent parameters are updated. All other units are updated before forward uses their parameters. No effect with
+    persistent parameters are updated; all other units are updated before forward uses their parameters. No effect with
     `wall_clock_breakdown`, `flops_profiler` or, on a GPU, `timers.throughput.synchronized`, which defaults to `false`
     with the plugin."""
 
     eager: bool | Literal["planned"] = "planned"
     """Whether CPU updates start in backward, as soon as the gradients of a unit are complete, into a second version of
-    the unit's states, which takes 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is
-    clipped or skipped, the unit is updated again after the norm is known, from its untouched states, with the same
-    bits. `"planned"` lets the planner choose these units, within half of the free host memory. `true` takes all units
-    that the CPU updates. No effect with `"overlap_backward": false`."""
+    the unit's states: 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is clipped or
+    skipped, the unit is updated again from its untouched states. `"planned"` lets the planner choose these units,
+    within half of the free host memory; `true` takes all units that the CPU updates. No effect with
+    `"overlap_backward": false`."""
 
     log_every: int = Field(default=100, ge=1)
-    """The number of steps from one line of the log to the next: see [Monitoring](monitoring.md#the-log). DeepSpeed's
-    `steps_per_print` sets only DeepSpeed's own lines."""
+    """The number of steps from one line of [the log](monitoring.md#the-log) to the next. DeepSpeed's `steps_per_print`
+    sets only DeepSpeed's own lines."""
 
     report: str | None = Field(default=None, min_length=1)
     """The path of a folder into which rank 0 writes its measurements, for `deep-opt-states report`. By default, nothing
