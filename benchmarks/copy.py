@@ -36,7 +36,7 @@ def measure(*, quick: bool) -> Iterator[Row]:
             "GPU to host, pinned": (d2h,),
             "host to GPU, pageable": (partial(h2d, pinned=False),),
             "GPU to host, pageable": (partial(d2h, pinned=False),),
-            "both directions at once, pinned, sum": (h2d, d2h),
+            "both directions together, pinned, sum": (h2d, d2h),
         }
         for variant, make in directions.items():
             yield _row(variant, nbytes, partial(_bandwidth, device, make, nbytes, count), quick)

@@ -1,8 +1,8 @@
 """How much host time do the plugin's hooks take while no update is in flight?
 
-In a model of 36 tiny layers, Python takes nearly all of the time. Each arm trains in a process of its own, in turns. A
-turn trains for two iterations and counts the second one. Updates end in ``step()``, on the CPU accelerator and, with
-all states resident, on the software GPU of the tests.
+In a model of 36 tiny layers, Python takes nearly all of the time. The arms are interleaved, each in a process of its
+own. A turn trains for two iterations and counts the second one. Updates end in ``step()``, on the CPU accelerator and,
+with all states resident, on the software GPU of the tests.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ArmProcess:
 
                 start_device()
                 resources.enter_context(plugged())
-            # As beside a GPU: PyTorch's other threads would only wait for each other.
+            # As with a GPU: PyTorch's other threads would only wait for each other.
             torch.set_num_threads(1)
             model = ByteGPT(SETTING.shape).to(deepspeed.get_accelerator().current_device_name())
             config = self.variant.config_for(SETTING)

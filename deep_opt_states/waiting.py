@@ -166,7 +166,7 @@ def watch_rendezvous(comm: Any) -> None:
 
 
 def _missing_in_rendezvous() -> str | None:
-    """Return the ranks that have not waited for long, as known by the store that rank 0 or the launcher keeps."""
+    """Return the ranks that are not known to wait, according to the store that rank 0 or the launcher keeps."""
     rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ["MASTER_ADDR"]
     try:

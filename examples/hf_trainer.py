@@ -30,7 +30,7 @@ def main() -> None:
     training = TrainingArguments(
         output_dir=str(args.output),
         deepspeed=args.deepspeed_config,
-        # Values that the DeepSpeed config has, too, must be the same there, or "auto".
+        # Values that the DeepSpeed config also has must be the same there, or "auto".
         bf16=True,
         per_device_train_batch_size=8,
         learning_rate=6e-4,

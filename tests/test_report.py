@@ -226,7 +226,7 @@ def test_the_summary_has_at_most_eight_lines(lines: list[str]) -> None:
     reporter.close()
     _, update, _, forward, *rest = lines[0].splitlines()
     assert update.split("; ")[1] == "exposed 1.00 s, predicted 500 ms (-50%)"
-    assert forward.startswith("  forward took 2.00 s beside updates and 1.00 s without: +100% (")
+    assert forward.startswith("  forward took 2.00 s alongside updates and 1.00 s without: +100% (")
     assert [line.strip() for line in rest] == description
     assert len(lines[0].splitlines()) == 8
 

@@ -11,7 +11,7 @@ The parts:
 - ``run``: which machine and training run is emulated, and which small model stands for it?
 - ``host_passes``: how do updates on the CPU take emulated time?
 - ``arms``: which placements are compared?
-- ``turns``: how are the arms trained in turns, and how are they measured?
+- ``turns``: how are the arms interleaved, and how are they measured?
 - ``disk``, ``throttled_disk``: how long does an update with states on an EMULATED disk take?
 - ``demonstration``: which run does ``make demo`` train?
 - ``prediction``: how long does an arm take as ``perf_model`` predicts?

@@ -55,7 +55,7 @@ LAG = "longest lag of this machine in an EMULATED iteration"
 """The quantity that shows how far the Python code kept this machine behind the emulated one."""
 
 MEASURED_SLOWDOWN = Slowdown(cpu=0.53)
-"""A forward of 340 ms took 724 ms beside updates on the CPU of an H100's host. Copies were not measured."""
+"""A forward of 340 ms took 724 ms during updates on the CPU of an H100's host. Copies were not measured."""
 
 
 def start_device() -> None:

@@ -1,6 +1,6 @@
-"""Train all arms of a run on an EMULATED machine in turns, and measure emulated seconds.
+"""Interleave all arms of a run on an EMULATED machine, and measure emulated seconds.
 
-All engines exist at once. They warm up without emulated time, except those for which the plugin plans: their plan
+All engines coexist. They warm up without emulated time, except those for which the plugin plans: their plan
 follows its measurements, and then stays. Then each arm trains for a few iterations in every turn,
 and the first iteration of a turn is not counted, since it follows no update that it could overlap with.
 """

@@ -26,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command
 
     under_torchrun = (
-        " Under torchrun, all ranks measure at once, as they train: torchrun ... -m deep_opt_states.cli profile ..."
+        " Under torchrun, all ranks measure together, as they train: torchrun ... -m deep_opt_states.cli profile ..."
     )
     profile = add("profile", "measure the rates of this machine, for the planner", under_torchrun)
     profile.add_argument("--output", type=Path, required=True, metavar="PATH", help="the JSON file to write")
     profile.add_argument("--quick", action="store_true", help="take some seconds: fewer samples, on less memory")
-    nvme = "folders on the disks for states that do not fit into host memory, whose rates are measured, too"
+    nvme = "folders on the disks for states that do not fit into host memory, whose rates are also measured"
     profile.add_argument("--nvme", type=Path, nargs="+", default=[], metavar="FOLDER", help=nvme)
 
     doctor = add("doctor", "check that training with the plugin can start here; exit code 1 if it cannot")

@@ -124,7 +124,7 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
     console.print(Text(f"{origin.host}: {origin.cpu}, {origin.cores} cores in use"))
     if num_ranks > 1:
         nodes = f" (of {num_ranks}; the ranks of a node load that node only)" if num_ranks > origin.ranks else ""
-        console.print(Text(f"{origin.ranks} ranks at once on each node{nodes}; each figure is of the slowest rank"))
+        console.print(Text(f"{origin.ranks} ranks together on each node{nodes}; each figure is of the slowest rank"))
     console.print(Text(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}"))
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("quantity", "median", "20th to 80th", "unit"):

@@ -119,7 +119,7 @@ class RunError(ValueError):
 class RecordedRun:
     """A run as its folder describes it. Predictions and measurements may be missing.
 
-    ``forward_alone_s`` is the forward without an update beside it, ``stock_s`` the predicted update of stock, and
+    ``forward_alone_s`` is the forward without an update alongside, ``stock_s`` the predicted update of stock, and
     ``drawn_step`` the step of ``measured``.
     """
 

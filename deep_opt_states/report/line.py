@@ -96,17 +96,17 @@ class UpdateReporter:
 
     @property
     def forward_alone_s(self) -> float | None:
-        """Return the seconds of a forward without an update beside it, None while they are unknown."""
+        """Return the seconds of a forward without an update alongside, None while they are unknown."""
         windows = self._plan.read_windows()
         return None if windows is None or windows.forward_s <= 0 else windows.forward_s
 
     def _slowed_forward(self) -> Iterator[str]:
-        """Yield how much longer forward took beside updates than without, unless that is unknown."""
+        """Yield how much longer forward took alongside updates than without, unless that is unknown."""
         windows, alone_s = self._plan.read_windows(), self.forward_alone_s
         beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
         if windows is not None and alone_s is not None and beside_s > 0:
             yield (
-                f"forward took {seconds(beside_s)} beside updates and {seconds(alone_s)} without: "
+                f"forward took {seconds(beside_s)} alongside updates and {seconds(alone_s)} without: "
                 f"{beside_s / alone_s - 1:+.0%} ({windows.slowdown})"
             )
 

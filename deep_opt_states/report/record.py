@@ -50,7 +50,7 @@ class ReportedPlan:
     widths: Widths
     predict: Callable[[Windows], PredictedUpdate] | None = None
     read_windows: Callable[[], Windows | None] = lambda: None
-    """Returns backward and forward without an update beside them; None while they are unknown."""
+    """Returns backward and forward without an update alongside; None while they are unknown."""
     read_iteration: Callable[[], IterationTimes | None] = lambda: None
     """Returns the iteration after the update that is being reported; None if no update has followed it."""
     read_memory_bytes: Callable[[], int | None] = lambda: None
@@ -73,7 +73,7 @@ class MeasuredUpdate:
     """The seconds of one update, ``by_kind`` the sum of the actions of each kind.
 
     ``update_s`` starts with the decision that the step is not skipped. The model waited for ``exposed_s``, and computed
-    ``forward_s`` beside the update.
+    ``forward_s`` during the update.
     """
 
     by_kind: Mapping[ActionKind, float]

@@ -69,7 +69,7 @@ class StatesInSlot:
         self._transfer(StateFile.write, self._disk.writers)
 
     def _transfer(self, transfer: Callable[[StateFile, memoryview, int], None], threads: Sequence[Worker]) -> None:
-        """Transfer the pages of all files at once, those of the first one on this thread."""
+        """Transfer the pages of all files at the same time, those of the first one on this thread."""
 
         def of_one_file(file: StateFile) -> None:
             for memory, offset_bytes in self._pages[file]:

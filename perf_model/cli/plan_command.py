@@ -94,7 +94,7 @@ def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
 def _disk_rates(job: Job) -> str:
     assert job.disk is not None
     read, write, both = (gigabytes_per_second(job.ranks_on_node * rate) for rate in job.disk)
-    return f"{read} read, {write} written, {both} both at once (--nvme)"
+    return f"{read} read, {write} written, {both} both together (--nvme)"
 
 
 def _verdict(found: Forecast, inputs: Inputs, where: str) -> str:
@@ -134,7 +134,7 @@ def _limit(found: Forecast, inputs: Inputs) -> str:
         "computing": products_s,
         "the host, which launches kernels and runs hooks,": without_network_s - products_s + predicted.fixed_s,
         "the network": all_s - without_network_s,
-        "work beside copies and updates": predicted.forward_s + predicted.backward_s - all_s,
+        "work during copies and updates": predicted.forward_s + predicted.backward_s - all_s,
         f"the update ({found.bound.binding.value})": predicted.exposed_update_s,
     }
     return max(parts_s, key=lambda part: parts_s[part])

@@ -182,7 +182,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     margin = f"GPU memory that the plan leaves free, as training does; default: {GPU_MARGIN_BYTES / GB:.0f}"
     add("--gpu-memory-margin-gb", type=partial(_bytes, least_gb=0), help=margin)
     add("--host-memory-gb", type=gigabytes, help="host memory per node; default: as in the profile")
-    nvme = "GB/s that the node's disks read and write (and both at once), for states that do not fit into host memory"
+    nvme = "GB/s that the node's disks read and write (and both together), for states that do not fit into host memory"
     add("--nvme", type=_rates, metavar="READ,WRITE[,BOTH]", help=f"{nvme}; default: no disks")
     add("--pinned-memory-gb", type=gigabytes, help="page-locked host memory per rank; default: unlimited")
     eager = "host memory per rank for eager units, 0 for none; default: half of the memory that is left"

@@ -109,7 +109,7 @@ def stock_traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, By
 
 
 class DiskRates(NamedTuple):
-    """The bytes per second that a rank reads and writes on its disks, alone and both at once."""
+    """The bytes per second that a rank reads and writes on its disks, alone and both together."""
 
     read: float
     write: float
@@ -124,7 +124,7 @@ class DiskRates(NamedTuple):
 
     @classmethod
     def one_after_the_other(cls, read: float, write: float) -> DiskRates:
-        """Return the rates of a disk that gains nothing if it reads and writes at once."""
+        """Return the rates of a disk that gains nothing if it reads and writes at the same time."""
         return cls(read, write, 2 / (1 / read + 1 / write))
 
 

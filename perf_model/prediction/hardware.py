@@ -56,7 +56,7 @@ QUANTITIES: dict[str, Quantity] = {
     "all_gather_bytes_per_s": Quantity("all-gather among the ranks of a node: bytes that a rank receives", 1e6, 1e13),
     "reduce_scatter_bytes_per_s": Quantity("reduce-scatter in a node: bytes that a rank sends", 1e6, 1e13),
     "inter_node_bytes_per_s": Quantity(
-        "all-gather among ranks on different nodes, all ranks of a node at once: bytes that a rank receives", 1e6, 1e13
+        "all-gather among ranks on different nodes, all ranks of a node together: bytes that a rank receives", 1e6, 1e13
     ),
 }
 """The quantities by name. Each of d ranks receives or sends (d - 1) / d of the whole in a collective."""
@@ -74,7 +74,7 @@ TRAINING_QUANTITIES: dict[str, Quantity] = {
 DISK_QUANTITIES: dict[str, Quantity] = {
     "disk_read_bytes_per_s": Quantity("states on disk, read alone", 1e6, 1e12),
     "disk_write_bytes_per_s": Quantity("states on disk, written alone", 1e6, 1e12),
-    "disk_both_bytes_per_s": Quantity("states on disk, read and written at once, their sum", 1e6, 2e12),
+    "disk_both_bytes_per_s": Quantity("states on disk, read and written together, their sum", 1e6, 2e12),
 }
 """Quantities of the disks that ``profile --nvme`` names."""
 

@@ -23,7 +23,7 @@ class AddedTime(NamedTuple):
     exposed_s: float
     """The seconds in which the model waits for the update."""
     slowed_s: float
-    """The seconds by which backward and forward take longer beside the update."""
+    """The seconds by which backward and forward take longer during the update."""
 
     @property
     def total_s(self) -> float:
@@ -33,13 +33,13 @@ class AddedTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The seconds of the backward before the update and of the forward after it, without an update beside them.
+    """The seconds of the backward before the update and of the forward after it, without an update alongside.
 
     States may be prefetched at the end of backward, and eager units are updated in it as soon as their gradients are
     complete. After forward, a slot may be flushed until the next backward prefetches into it. Both windows are 0 if the
     update has to finish before ``step()`` returns. ``first_use`` is forward's order of units, which defaults to the
     order of the indices. Forward uses equally many elements in equal times, ``Unit.forward_numel`` of them before it
-    needs the next unit, and backward completes them in the reverse order. The update beside them slows both down. The
+    needs the next unit, and backward completes them in the reverse order. The update slows both down. The
     seconds that backward loses count, but its moments stay: more time for the update in a longer backward is neglected.
     """
 

@@ -1,4 +1,4 @@
-"""Model by how much an update slows down the backward and the forward that run beside it.
+"""Model by how much an update slows down the backward and the forward that run meanwhile.
 
 CPU updates and copies of states take bandwidth of host memory, caches and cores, and the host that launches the model's
 kernels needs them also. How much that costs depends on the machine and on the model, so it is measured in the run: in
@@ -21,7 +21,7 @@ COPYING = (Lane.H2D, Lane.D2H)
 """The lanes that copy states. The few bytes of publications count as a part of the CPU updates that they follow."""
 
 LEAST_SPEED = 0.05
-"""The least speed of the model beside an update: a fit to noisy times must not stop it."""
+"""The least speed of the model during an update: a fit to noisy times must not stop it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +36,17 @@ class Slowdown:
         return max(LEAST_SPEED, 1.0 - self.cpu * cpu - self.copies * copies)
 
     def __str__(self) -> str:
-        return f"{percent(self.cpu)} slower beside CPU updates and {percent(self.copies)} beside copies"
+        return f"{percent(self.cpu)} slower during CPU updates and {percent(self.copies)} during copies"
 
 
 NO_SLOWDOWN = Slowdown()
 
 SMALLEST_DETERMINANT = 1e-3
-"""The least independence, from 0 to 1, of the seconds beside CPU updates and beside copies."""
+"""The least independence, from 0 to 1, of the seconds with CPU updates and with copies."""
 
 
 class SlowedForward(NamedTuple):
-    """The seconds that one forward lost to an update, and those that it ran beside CPU updates and beside copies."""
+    """The seconds that one forward lost to an update, and those that it ran during CPU updates and during copies."""
 
     lost_s: float
     cpu_s: float
@@ -60,14 +60,14 @@ class SlowedForward(NamedTuple):
         cpu_s, copies_s, any_s = (
             _overlap_s(forwards, timeline.busy_spans(*lanes)) for lanes in ((Lane.CPU,), COPYING, (Lane.CPU, *COPYING))
         )
-        # Forward cannot lose more than the time beside the update: the rest is other work of the script.
+        # Forward cannot lose more than the time of the update: the rest is other work of the script.
         return cls(min(max(0.0, lost_s), any_s), cpu_s, copies_s)
 
 
 def fit_slowdown(forwards: Sequence[SlowedForward]) -> Slowdown:
     """Return the slowdown that explains ``forwards`` best: least squares, with shares between 0 and 1.
 
-    If the two shares cannot be separated, because all forwards ran beside both, CPU updates are the cause.
+    If the two shares cannot be separated, because all forwards ran during both, CPU updates are the cause.
     """
     lost, cpu, copies = zip(*forwards, strict=True) if forwards else ((), (), ())
     cpu_cpu, both, copies_copies = (
@@ -99,7 +99,7 @@ def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 class ModelProgress:
-    """The seconds of the model's work that are done at each moment, if it computes all the time beside the update."""
+    """The seconds of the model's work that are done at each moment, if it computes all the time during the update."""
 
     def __init__(self, timeline: Timeline, slowdown: Slowdown) -> None:
         self._times_s, self._done_s, self._speeds = [timeline.start_s], [0.0], [1.0]

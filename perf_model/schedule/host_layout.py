@@ -103,7 +103,7 @@ WIDTHS_OF_STATES = {
     "bf16": replace(SIXTEEN_BIT, master=2, moment=2),
 }
 """The bytes of each setting of DeepSpeed for the states of a 16-bit model: with ``bf16_master_weights_and_grads`` the
-masters are bf16, and with ``bf16_optimizer_states`` the moments, too."""
+masters are bf16, and with ``bf16_optimizer_states`` also the moments."""
 
 KEYS_OF_STATES = {
     "fp32": (),

@@ -47,7 +47,7 @@ LIMITS_TO_LIFT = {
 class PredictedIteration:
     """The predicted seconds of one training iteration with all of its micro-batches.
 
-    ``update_s`` includes exposed and hidden time. Forward includes what it and backward lose beside the update.
+    ``update_s`` includes exposed and hidden time. Forward includes what it and backward lose to the update.
     ``fixed_s`` is in none of the phases. ``mfu`` is None if the peak is unknown.
     """
 
@@ -272,7 +272,7 @@ class Forecast:
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
         if disk is not None:
             # All states and gradients are read, and all states are written, one sub-group after the other. Backward
-            # writes the gradients, which is counted here, too.
+            # writes the gradients, which is also counted here.
             each = widths.states + widths.master
             update_s += plan.workload.numel * each * (1 / disk.read + 1 / disk.write)
         if (step_params_per_s := self._profile.get("stock_step_params_per_s")) is not None:

@@ -58,7 +58,7 @@ class Overheads:
     ``forward_s`` and ``backward_s`` are of ZeRO-3 without offloading, per micro-batch. Stock's copies of gradients add
     ``gradients_s`` to backward, and the plugin's hooks add ``hooks_s`` to forward. ``step_s`` is the part of ``step()``
     that does not depend on the number of parameters. ``cpu_slowdown`` is the share of the model's speed that is lost
-    while the CPU updates beside it.
+    while the CPU updates.
     """
 
     forward_s: float = 0.0
@@ -94,7 +94,7 @@ class Overheads:
 
 NO_OVERHEADS = Overheads()
 
-PLUGIN = "hooks and the slowdown beside updates are of"
+PLUGIN = "hooks and the slowdown by updates are of"
 
 NEAREST_HOST = Overheads(
     forward_s=0.65e-3,

@@ -65,7 +65,7 @@ def test_two_ranks_under_torchrun_write_one_profile(tmp_path: Path) -> None:
     done = finished([*launcher, "-m", "deep_opt_states.cli", "profile", "--quick", "--output", str(output)])
     assert done.returncode == 0, done.stderr
     check(output, done.stdout, ranks=2)
-    assert done.stdout.count("2 ranks at once on each node; each figure is of the slowest rank") == 1, "rank 0 prints"
+    assert done.stdout.count("2 ranks together on each node; each figure is of the slowest rank") == 1, "rank 0 prints"
 
 
 @pytest.mark.parametrize(

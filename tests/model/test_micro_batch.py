@@ -118,7 +118,7 @@ def test_seconds_of_the_host_are_of_the_profile_or_of_our_machines_and_their_sou
     modules = {f"module_{name}_s": 1e-3 for name in ("forward", "backward", "gradients", "step")}
     measured = Overheads.from_profile(profile({**RATES, **modules}))
     assert (measured.forward_s, measured.step_s) == (1e-3, 1e-3)
-    assert measured.source.startswith("the profile, but hooks and the slowdown beside updates are of our runs")
+    assert measured.source.startswith("the profile, but hooks and the slowdown by updates are of our runs")
     assert Overheads.from_profile(GPU) == NEAREST_HOST
     cpu = replace(profile({**RATES, **dict.fromkeys(ACCELERATOR_RATES)}), gpu_memory_bytes=None)
     assert Overheads.from_profile(cpu) == replace(NO_OVERHEADS, source="the profile")

@@ -27,7 +27,7 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 def find_arithmetic(dtypes: StateDtypes) -> Arithmetic | None:
     """Return the first candidate with stock's bits in both modes of Adam, if any. Raise ``KernelUnavailable``.
 
-    A load may put the moments in the dtype of the masters, so that these are tried, too.
+    A load may put the moments in the dtype of the masters, so that these are also tried.
     """
     tried = list(product((True, False), dict.fromkeys((dtypes, StateDtypes(dtypes.master, dtypes.master)))))
     expected = [_train(StockAdam(TRIALS, BETAS, adamw=adamw), each) for adamw, each in tried]

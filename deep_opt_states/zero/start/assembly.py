@@ -130,7 +130,7 @@ class Assembly:
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
     """Plan the updates of ``optimizer`` and build everything for them. This is a collective over all ranks.
 
-    ``resources`` receives the callbacks that give back what is taken here. If one rank fails, all ranks raise, and the
+    ``resources`` receives the callbacks that release what is reserved here. If one rank fails, all ranks raise, and the
     caller closes ``resources``.
 
     Raise ``ConfigError`` or ``Unsupported`` for a placement that is impossible here, ``ProfileError`` for an unusable
@@ -151,7 +151,7 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
     sub_groups = choose_states_on_disk(config, sub_groups, setup.widths, ranks)
     if any(partition.is_on_disk for group in sub_groups for partition in group):
         if config.all_eager:
-            log.warn('"eager": true has no effect beside states on disk: a second version would need their memory')
+            log.warn('"eager": true has no effect with states on disk: a second version would need their memory')
         config = config.model_copy(update={"eager": False})
     context = Context(
         optimizer=optimizer,

@@ -114,6 +114,6 @@ def with_disks(
     note(
         f"{size(workload.on_disk_numel * widths.states)} of states per rank are in {', '.join(map(str, folders))}: "
         f"{size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
-        f"{size(int(rates.both))}/s both at once."
+        f"{size(int(rates.both))}/s both together."
     )
     return cost.with_disk(rates, widths)

@@ -176,7 +176,7 @@ def _load_profile(
     measured, training = profile.provenance.ranks, max(map(len, ranks_by_node(ranks, os.environ)))
     if measured != training:
         log.warn(
-            f"{path}: measured with {counted(measured, 'rank')} per node at once, while {training} "
+            f"{path}: measured with {counted(measured, 'rank')} per node at the same time, while {training} "
             f"train; shared resources are predicted for {measured}"
         )
     return profile

@@ -236,7 +236,7 @@ _CONFIG = (
         "datastates_ckpt",
         "must be absent",
         "DataStates reads the states while the next update writes to them, and DeepSpeed does not wait for it: "
-        "remove it. DeepSpeed's decoupled writer saves in the background, too, but DeepSpeed 0.19.8 loads its "
+        "remove it. DeepSpeed's decoupled writer also saves in the background, but DeepSpeed 0.19.8 loads its "
         "checkpoints only with a config without `checkpoint.writer`.",
         lambda config: config.datastates_config.config if _value(config, "datastates_config.enabled") else None,
     ),

@@ -41,7 +41,7 @@ OBSERVED_STEPS = 3
 """The steps after which the free memory is known, because allocators and communication take theirs first."""
 
 FIRST_STEPS = FIRST_UPDATES + 2
-"""The steps before the first plan. In the last ones, the CPU's updates beside forward show how they slow it down."""
+"""The steps before the first plan. In the last ones, the CPU's updates show how they slow down forward."""
 
 LITTLE_GAIN = 0.01
 """The share of the time that an update adds to an iteration for which no units move."""
@@ -51,7 +51,7 @@ PLANNED_STEPS = 4
 
 
 REMEDY = (
-    "If stock DeepSpeed has enough memory for this step, its need has grown at once by more than the margin, without a "
+    "If stock DeepSpeed has enough memory for this step, its need has jumped by more than the margin, without a "
     "larger input: a larger gpu_memory_margin_gb leaves more memory free"
 )
 
@@ -154,7 +154,7 @@ class GpuMemory:
         return changed
 
     def _measure_again(self) -> None:
-        # The forward beside the last update shows the slowdown by it.
+        # The forward during the last update shows the slowdown by it.
         self._before_move()
         # Flushes in flight would slow down the backward that is measured.
         self._running.executor.end()

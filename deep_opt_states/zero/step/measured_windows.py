@@ -1,4 +1,4 @@
-"""Measure backward and forward without an update beside them, and how much an update slows down the forward beside it.
+"""Measure backward and forward without an update alongside, and how much an update slows down the forward.
 
 The first updates end inside ``step()``, so that forward and backward run alone: a forward that an update has stretched
 would seem to hide all of that update. Later updates are deferred: the time that their forwards lose is the slowdown.
@@ -21,7 +21,7 @@ FIRST_UPDATES = 3
 """The number of first updates that end inside ``step()``."""
 
 SLOWED_FORWARDS = 8
-"""The number of last forwards that the slowdown is fitted to, with copies of states beside them and without."""
+"""The number of last forwards that the slowdown is fitted to, with copies of states alongside and without."""
 
 
 class MeasuredWindows:

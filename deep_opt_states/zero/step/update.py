@@ -138,7 +138,7 @@ class Update:
         if not defers:
             self._record_end()
             self.synchronize_ranks()
-            # Before the host gathers, issues and reports: a deferred update runs beside all of that.
+            # Before the host gathers, issues and reports: a deferred update runs during all of that.
             self._windows.read_forward()
             self._windows.forward_starts()
 

@@ -165,7 +165,7 @@ def test_a_given_profile_is_used_as_rank_0_reads_it(tmp_path: Path) -> None:
     cpu_only = {name: rate for name, rate in RATES.items() if name.startswith(("cpu_adam_params", "stock", "dram"))}
     path.write_text(profile({**cpu_only, "cpu_adam_params_per_s": 1e9, "dram_copy_bytes_per_s": 4e9}).to_json())
     first, second = engines(2, tmp_path, {"profile": str(path)})
-    assert first.output.count("measured with 1 rank per node at once, while 2 train") == 1
+    assert first.output.count("measured with 1 rank per node at the same time, while 2 train") == 1
     assert "while 2 train" not in second.output
     for finished in (first, second):
         (found,) = finished.found
@@ -179,7 +179,7 @@ def test_a_profile_measured_with_as_many_ranks_causes_no_warning(tmp_path: Path)
     path = tmp_path / "profile.json"
     path.write_text(profile({name: rate for name, rate in RATES.items() if name in REQUIRED}).to_json())
     (alone,) = engines(1, tmp_path, {"profile": str(path)})
-    assert "per node at once" not in alone.output
+    assert "per node at the same time" not in alone.output
 
 
 def test_a_profile_of_a_machine_with_a_gpu_is_refused_for_training_on_the_cpu(tmp_path: Path) -> None:
