@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
 _DEADLINE_S = 60.0
 
 
@@ -58,21 +56,6 @@ class Page:
             raise RuntimeError(str(found["exceptionDetails"]))
         return found["result"].get("value")
 
-    def turn_wheel(self, selector: str, pixels: int, *, with_ctrl: bool) -> None:
-        """Turn the mouse wheel over the middle of an element, and wait until the page has handled it."""
-        scroll = f"document.querySelector({selector!r}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
-        self.evaluate(scroll)
-        found = f"document.querySelector({selector!r}).getBoundingClientRect()"
-        x, y, width, height = self.evaluate(f"(box => [box.x, box.y, box.width, box.height])({found})")
-        where = {"x": x + width / 2, "y": y + height / 2, "deltaX": 0, "deltaY": pixels}
-        self._send("Input.dispatchMouseEvent", type="mouseWheel", modifiers=2 if with_ctrl else 0, **where)
-        self.evaluate("new Promise(resolve => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
-
-    def screenshot(self, path: Path) -> None:
-        """Write a picture of the whole page as a PNG file."""
-        picture = self._send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(picture["data"]))
-
     def close(self) -> None:
         """Close the browser."""
         self._session = None
@@ -80,9 +63,8 @@ class Page:
 
     def _send(self, method: str, **params: Any) -> Any:
         self._sent += 1
-        command = {"id": self._sent, "method": method, "params": params}
-        if self._session is not None:
-            command["sessionId"] = self._session
+        session = {} if self._session is None else {"sessionId": self._session}
+        command = {"id": self._sent, "method": method, "params": params, **session}
         self._commands.write(json.dumps(command).encode() + b"\0")
         while (message := self._receive()).get("id") != self._sent:
             pass
@@ -105,20 +87,17 @@ class Page:
             self._loaded = True
         elif event == "Network.requestWillBeSent" and not params["request"]["url"].startswith("data:"):
             self.requests.append(params["request"]["url"])
-        elif event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(params["entry"]["text"])
-        elif event == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
-            self.complaints.append(str(params["args"]))
-        elif event in ("Runtime.exceptionThrown", "Network.loadingFailed"):
+        elif (
+            (event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"))
+            or (event == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"))
+            or event in ("Runtime.exceptionThrown", "Network.loadingFailed")
+        ):
             self.complaints.append(str(params))
 
 
 @contextmanager
 def browsing(browser: str) -> Iterator[Page]:
-    """Start the browser and yield a page.
-
-    A browser that hangs is killed, and the call that waits for it raises ``RuntimeError``.
-    """
+    """Start the browser and yield a page. A browser that hangs is killed, and calls to it raise ``RuntimeError``."""
     read_commands, commands = os.pipe()
     events, write_events = os.pipe()
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]

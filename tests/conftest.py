@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import tests.hypothesis_profiles  # noqa: F401
+import tests.tiers  # noqa: F401
+from tests import PROCESSOR_FILE
 from tests.launch import REPOSITORY, open_shared_buffers, shared_buffers
-from tests.processor import clear_processor_info
 
 SLOWEST_FIRST = (
     "tests/software_gpu/races",
     "tests/zero/parity/test_parity.py",
     "tests/zero/parity/test_compositions.py",
     "tests/zero/behaviour",
-    "tests/software_gpu/published_configs",
     "tests/software_gpu/filled_gpu",
     "tests/software_gpu/training",
     "tests/frameworks",
@@ -26,32 +25,31 @@ SLOWEST_FIRST = (
 )
 """Folders and files of the longest tests. If such a test ran last, the other workers of pytest-xdist would be idle."""
 
+GPU_FOLDER = REPOSITORY / "tests" / "gpu"
+
 BUFFERS_BEFORE = pytest.StashKey[set[Path]]()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add a marker for each promise of the test, so that ``pytest -m P1 --collect-only`` lists the tests of P1."""
-    for marker in item.iter_markers("promise"):
-        for name in marker.args:
-            item.add_marker(name)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the slowest tests to the front, in the order of ``SLOWEST_FIRST``."""
+    """Skip tests/gpu without a GPU, and move the slowest tests to the front, in the order of ``SLOWEST_FIRST``."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if GPU_FOLDER in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device: run make gpu-check on a machine with one"))
     places = [str(REPOSITORY / place) for place in SLOWEST_FIRST]
+    items.sort(key=lambda item: [not str(item.path).startswith(place) for place in places])
 
-    def place_of(item: pytest.Item) -> int:
-        return next(
-            (position for position, place in enumerate(places) if str(item.path).startswith(place)), len(places)
-        )
 
-    items.sort(key=place_of)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure of tests/gpu at once: a part of ``gpu-check`` that is killed never reaches the summary."""
+    if report.failed and report.nodeid.startswith("tests/gpu/"):
+        print(f"\n----- at once: {report.nodeid}\n{report.longreprtext}", flush=True)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[BUFFERS_BEFORE] = shared_buffers()
     if not hasattr(session.config, "workerinput"):
-        clear_processor_info()
+        PROCESSOR_FILE.unlink(missing_ok=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -54,16 +54,10 @@ class ForkServer:
         """Fork a process that runs ``module`` as ``__main__``; raise ``RuntimeError`` if the server has ended."""
         output, their_output = os.pipe()
         status, their_status = os.pipe()
-        request = json.dumps(
-            {
-                "module": module,
-                "arguments": arguments,
-                "environment": environment,
-                "ignores_sigint": _ignores_sigint(),
-            }
-        ).encode()
+        request = {"module": module, "arguments": arguments, "environment": environment}
+        message = json.dumps({**request, "ignores_sigint": _ignores_sigint()}).encode()
         try:
-            socket.send_fds(self._requests, [request], [their_output, their_status])
+            socket.send_fds(self._requests, [message], [their_output, their_status])
         finally:
             os.close(their_output)
             os.close(their_status)
@@ -114,12 +108,8 @@ def import_all() -> None:
 
     from deep_opt_states.device.kernels.choice import known_arithmetic
 
-    for module in (
-        "torch._dynamo",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deep_opt_states.zero.plugin",
-        "_pytest.assertion",
-    ):
+    muon = "deepspeed.runtime.zero.muon.muon_optimizer"
+    for module in ("torch._dynamo", muon, "deep_opt_states.zero.plugin", "_pytest.assertion"):
         importlib.import_module(module)
     known_arithmetic()
     build_shm_op()

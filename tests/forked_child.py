@@ -1,10 +1,12 @@
-"""Run a function in a forked child, and inspect which addresses a process has mapped."""
+"""Run a function in a forked child or at an alarm, and inspect which addresses a process has mapped."""
 
 from __future__ import annotations
 
 import os
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -40,3 +42,18 @@ def exit_code_of_child(run: Callable[[], int]) -> int:
             os._exit(100)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+@contextmanager
+def alarm_after(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
+    """Call ``handler`` once, ``seconds`` after the start of the context, unless it has ended before."""
+    previous = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        try:
+            # The alarm may come at this moment.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, previous)

@@ -52,28 +52,34 @@ def parked(first: Callable[[], object] = lambda: None) -> Iterator[int]:
         thread.join()
 
 
+def bind_low() -> None:
+    os.sched_setaffinity(0, LOW)
+
+
 @two_cpus
-def test_running_threads_are_moved_and_restored() -> None:
-    with parked() as thread, parked(lambda: os.sched_setaffinity(0, LOW)) as bound:
+def test_running_threads_are_moved_and_restored_and_later_threads_and_programs_inherit() -> None:
+    with parked() as thread, parked(bind_low) as bound:
         binding = LaunchBinding(HIGH)
         assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [HIGH] * 3
         assert allowed_cpus() == ALLOWED
-        binding.release()
+        with parked() as later:
+            assert os.sched_getaffinity(later) == HIGH
+            code = "import os; print(sorted(os.sched_getaffinity(0)))"
+            child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            assert child.stdout.strip() == str(sorted(HIGH))
+            binding.release()
+            assert os.sched_getaffinity(later) == ALLOWED
         assert [os.sched_getaffinity(tid) for tid in (0, thread, bound)] == [ALLOWED, ALLOWED, LOW]
         binding.release()
         assert allowed_cpus() == ALLOWED
 
 
-@two_cpus
-def test_threads_and_programs_that_start_later_inherit_and_threads_are_restored() -> None:
-    binding = LaunchBinding(HIGH)
-    with parked() as later:
-        assert os.sched_getaffinity(later) == HIGH
-        code = "import os; print(sorted(os.sched_getaffinity(0)))"
-        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert child.stdout.strip() == str(sorted(HIGH))
-        binding.release()
-        assert os.sched_getaffinity(later) == ALLOWED
+class AffinityOfLoader(Dataset[list[int]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[int]:
+        return sorted(os.sched_getaffinity(0))
 
 
 def exit_code_if(allowed: frozenset[int]) -> Callable[[], int]:
@@ -83,56 +89,26 @@ def exit_code_if(allowed: frozenset[int]) -> Callable[[], int]:
 
 @two_cpus
 def test_a_forked_process_may_use_all_cpus_of_its_parent() -> None:
-    """Check it for processes that load data. The parent's threads keep their affinity."""
+    """Check it for processes that load data, and for forks of a thread. The parent's threads keep their affinity."""
+    codes: list[int] = []
     first = LaunchBinding(HIGH)
-    assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
+    loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert list(loader) == [sorted(ALLOWED)] * 4
     second = LaunchBinding(LOW)
-    assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
-    assert os.sched_getaffinity(0) == LOW
+    with parked(lambda: codes.append(exit_code_of_child(exit_code_if(ALLOWED)))):
+        assert os.sched_getaffinity(0) == LOW
     second.release()
     first.release()
-    assert exit_code_of_child(exit_code_if(ALLOWED)) == 0
-
-
-@two_cpus
-def test_a_process_that_loads_data_may_use_all_cpus_of_its_parent() -> None:
-    class AffinityOfLoader(Dataset[list[int]]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> list[int]:
-            return sorted(os.sched_getaffinity(0))
-
-    binding = LaunchBinding(HIGH)
-    try:
-        loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-        assert list(loader) == [sorted(ALLOWED)] * 4
-    finally:
-        binding.release()
-
-
-@two_cpus
-def test_a_process_forked_by_another_thread_may_use_all_cpus() -> None:
-    binding = LaunchBinding(HIGH)
-    codes: list[int] = []
-    with parked(lambda: codes.append(exit_code_of_child(exit_code_if(ALLOWED)))):
-        pass
-    binding.release()
-    assert codes == [0]
+    codes.append(exit_code_of_child(exit_code_if(ALLOWED)))
+    assert codes == [0, 0]
 
 
 @two_cpus
 def test_a_process_forked_by_a_thread_that_bound_itself_inherits_its_cpus() -> None:
     binding = LaunchBinding(HIGH)
     codes: list[int] = []
-
-    def bind_and_fork() -> None:
-        os.sched_setaffinity(0, LOW)
-        codes.append(exit_code_of_child(exit_code_if(LOW)))
-
-    with parked(bind_and_fork):
-        pass
-    binding.release()
+    with parked(lambda: (bind_low(), codes.append(exit_code_of_child(exit_code_if(LOW))))):
+        binding.release()
     assert codes == [0]
 
 
@@ -158,7 +134,7 @@ def test_a_thread_that_binds_itself_in_the_meantime_is_not_moved() -> None:
     with parked() as early:
         first = LaunchBinding(HIGH)
         os.sched_setaffinity(early, LOW)
-        with parked(lambda: os.sched_setaffinity(0, LOW)) as late:
+        with parked(bind_low) as late:
             second = LaunchBinding(HIGH)
             assert os.sched_getaffinity(early) == os.sched_getaffinity(late) == LOW
             second.release()
@@ -176,27 +152,24 @@ def test_of_two_bindings_the_latest_is_in_force(first_in_first_out: bool) -> Non
         (first if first_in_first_out else second).release()
         assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == (LOW if first_in_first_out else HIGH)
         (second if first_in_first_out else first).release()
-        assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == ALLOWED
+        assert os.sched_getaffinity(thread) == ALLOWED
 
 
 @two_cpus
 def test_pytorch_uses_at_most_one_thread_per_cpu_of_the_binding() -> None:
-    before = torch.get_num_threads()
+    before, found = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        first = LaunchBinding(HIGH)
-        assert torch.get_num_threads() == 1
-        second = LaunchBinding(LOW | HIGH)
-        assert torch.get_num_threads() == 2
-        second.release()
-        assert torch.get_num_threads() == 1
-        first.release()
-        assert torch.get_num_threads() == 3
+        first, second = LaunchBinding(HIGH), LaunchBinding(LOW | HIGH)
+        for binding in (second, first):
+            found.append(torch.get_num_threads())
+            binding.release()
+        assert [*found, torch.get_num_threads()] == [2, 1, 3]
     finally:
         torch.set_num_threads(before)
 
 
-class Kernel:
+class AffinityKernel:
     """A fake kernel with 8 CPUs, which records the affinities of this process's threads."""
 
     def __init__(self) -> None:
@@ -218,41 +191,34 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel() -> Iterator[Kernel]:
-    kernel = Kernel()
-    with pytest.MonkeyPatch.context() as patch:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[AffinityKernel]:
+    kernel = AffinityKernel()
+    with monkeypatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", kernel.get)
         patch.setattr(os, "sched_setaffinity", kernel.set)
         yield kernel
 
 
-def test_a_thread_that_was_bound_keeps_its_cpus_that_the_binding_allows(kernel: Kernel) -> None:
-    with parked() as near, parked() as far:
+def test_a_bound_thread_keeps_the_cpus_that_the_binding_allows_and_one_that_ends_is_ignored(
+    kernel: AffinityKernel,
+) -> None:
+    with parked() as near, parked() as far, parked() as ended, parked() as ending:
         kernel.masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1})}
+        kernel.ended.add(ended)
         binding = LaunchBinding({2, 3, 4})
-        assert kernel.get(os.getpid()) == {2, 3, 4}
-        assert kernel.get(near) == {2, 3}
-        assert kernel.get(far) == {2, 3, 4}
+        found = [kernel.get(tid) for tid in (os.getpid(), near, far, ending)]
+        assert found == [{2, 3, 4}, {2, 3}, {2, 3, 4}, {2, 3, 4}]
+        kernel.ended.add(ending)
         binding.release()
-        assert (kernel.get(near), kernel.get(far)) == ({1, 2, 3}, {0, 1})
-        assert kernel.get(os.getpid()) == set(range(8))
+        assert [kernel.get(tid) for tid in (os.getpid(), near, far)] == [set(range(8)), {1, 2, 3}, {0, 1}]
+        assert kernel.masks[ending] == {2, 3, 4}
+        assert ended not in kernel.masks
 
 
-def test_a_thread_that_ends_in_the_meantime_is_ignored(kernel: Kernel) -> None:
-    with parked() as early, parked() as late:
-        kernel.ended.add(early)
-        binding = LaunchBinding({5})
-        assert kernel.get(os.getpid()) == kernel.get(late) == {5}
-        kernel.ended.add(late)
-        binding.release()
-        assert kernel.get(os.getpid()) == set(range(8))
-        assert kernel.masks[late] == {5}
-        assert early not in kernel.masks
-
-
+@pytest.mark.P6
 @pytest.mark.parametrize("refused", [range(1, 1000), {2}], ids=["all", "the second"])
 def test_if_a_thread_cannot_be_moved_an_error_is_raised_and_no_thread_is_moved(
-    refused: Container[int], kernel: Kernel
+    refused: Container[int], kernel: AffinityKernel
 ) -> None:
     with parked() as thread:
         kernel.refused = refused

@@ -1,8 +1,9 @@
-"""Check that the benchmarks run without a GPU, give reasons for waivers, and that exact variants have stock's bits."""
+"""Check that the benchmarks run without a GPU, that exact variants have stock's bits, and how rows are shown."""
 
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,132 +11,76 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import main as benchmarks_main
-from benchmarks.emulated import ERROR, EXPOSED, ITERATION
 from benchmarks.emulated.arms import PLANNED
-from benchmarks.emulated.prediction import is_negligible
-from benchmarks.harness import variants
-from benchmarks.harness.rows import COST, COST_SHARE, EMULATED, REPOSITORY, read_rows
-from benchmarks.harness.setting import TrainingSetting, with_default_sub_groups
+from benchmarks.gpu import rows_of
+from benchmarks.gpu.arms import FSDP2, MODELS, OURS_EMPTY, TORCHAO, ArmJob, bits_jobs, ours_limited
+from benchmarks.gpu.processes import ArmOutcome, run_jobs
+from benchmarks.harness.rows import (
+    BENCHMARKS,
+    BIT_IDENTICAL,
+    COST,
+    COST_SHARE,
+    EMULATED,
+    REPOSITORY,
+    RESULTS,
+    RETAINED,
+    Row,
+    last_rows,
+    read_rows,
+)
+from benchmarks.harness.setting import TrainingSetting
+from benchmarks.harness.variants import NO_OFFLOAD, STOCK
+from benchmarks.report import AIMS, CHART, report
+from deep_opt_states.host import machine
 from tests.launch import run_ranks
 from tests.tiers import thorough
 
 
-def run_quickly(name: str, folder: Path, timeout_s: float = 250) -> list[dict[str, Any]]:
-    """Run a benchmark with ``--quick`` in a process of its own, and return its rows."""
-    arguments = ["-m", "benchmarks", name, "--quick", "--output", str(folder)]
-    (finished,) = run_ranks(1, arguments, timeout_s=timeout_s)
+def run(name: str, folder: Path, *options: str, timeout_s: float = 250) -> list[dict[str, Any]]:
+    """Run a benchmark in a process of its own, and return its rows."""
+    (finished,) = run_ranks(1, ["-m", "benchmarks", name, *options, "--output", str(folder)], timeout_s)
     assert finished.returncode == 0, finished.output[-4000:]
-    return read_rows(folder / f"{name}.jsonl")
+    rows = read_rows(folder / f"{name}.jsonl")
+    assert not [row for row in rows if row.get("failed")]
+    return rows
 
 
+@pytest.mark.P1
 @pytest.mark.parametrize("name", [thorough("update_phase"), "ablation"])
 def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path) -> None:
-    rows = run_quickly(name, tmp_path)
-    assert not [row for row in rows if row.get("failed")]
+    rows = run(name, tmp_path, "--quick")
     bits = {row["variant"]: row["value"] for row in rows if row["quantity"] == "bit-identical to stock"}
     measured = [row for row in rows if row["quantity"] in ("update", "step()") and "median" in row]
     seconds = {row["variant"]: row["median"] for row in measured}
     assert len(bits) >= 5
     assert bits.keys() <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
-    inexact = {"Twin-Flow", "stock, no clipping"}
-    assert {variant for variant, same in bits.items() if not same} <= inexact
+    assert {variant for variant, same in bits.items() if not same} <= {"Twin-Flow", "stock, no clipping"}
     classes = {row["variant"]: row["value"].split()[0] for row in rows if row["quantity"] == "configuration"}
     assert classes.keys() == bits.keys()
     assert classes["stock"] == "DeepSpeedZeroOptimizer_Stage3"
-    waived = {row["variant"]: row["waived"] for row in rows if "waived" in row}
     if name == "update_phase":
+        waived = {row["variant"]: row["waived"] for row in rows if "waived" in row}
         assert set(waived) == {"SuperOffload", "SuperOffload, no clipping", "ZenFlow (approximate)"}
         assert set(waived.values()) == {"DeepSpeed 0.19.8 supports it on CUDA only"}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["adam", "training_step", "hooks", "published"])
+@pytest.mark.parametrize("name", ["adam", "training_step", "hooks", "published", "emulated"])
 def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) -> None:
-    rows = run_quickly(name, tmp_path)
+    rows = run(name, tmp_path, "--quick", timeout_s=600)
     assert any("median" in row for row in rows)
-    assert not [row for row in rows if row.get("failed")]
+    if name == "emulated":
+        assert not [row for row in rows if row.get("unit") == "s" and EMULATED not in row["quantity"]]
+        bits = {row["variant"]: row["value"] for row in rows if row["quantity"].startswith("bit-identical")}
+        assert set(bits) >= {"stock", PLANNED}
+        assert all(bits.values())
 
 
 @pytest.mark.parametrize("name", ["copy", "gpu"])
 def test_a_benchmark_that_needs_a_gpu_is_waived(name: str, tmp_path: Path) -> None:
-    (finished,) = run_ranks(1, ["-m", "benchmarks", name, "--output", str(tmp_path)], timeout_s=100)
-    assert finished.returncode == 0, finished.output[-4000:]
-    (row,) = read_rows(tmp_path / f"{name}.jsonl")
+    (row,) = run(name, tmp_path)
     assert row["waived"].startswith("no GPU")
-
-
-@pytest.mark.thorough
-def test_emulated_arms_have_stocks_bits_and_every_row_says_that_it_is_emulated(tmp_path: Path) -> None:
-    rows = run_quickly("emulated", tmp_path, timeout_s=600)
-    assert not [row for row in rows if EMULATED not in row["setting"]["machine"]]
-    assert not [row for row in rows if row.get("unit") == "s" and EMULATED not in row["quantity"]]
-    assert not [row for row in rows if row.get("failed")]
-    on_disk = [row for row in rows if "disk" in row["setting"]]
-    assert {row["variant"] for row in on_disk} == {
-        "stock, states on disk",
-        "stock, pipelined",
-        "plugin, states on disk",
-    }
-    rows = [row for row in rows if row not in on_disk]
-    bits = {row["variant"]: row["value"] for row in rows if row["quantity"].startswith("bit-identical")}
-    assert bits == dict.fromkeys(("stock", "all CPU, no overlap", "all streamed, overlap", PLANNED), True)
-    for quantity in (ITERATION, EXPOSED):
-        seconds = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
-        assert seconds.keys() == bits.keys()
-        assert all(value > 0 for value in seconds.values())
-    for quantity in (f"{EMULATED} {COST}", f"{EMULATED} {COST_SHARE}"):
-        costs = {row["variant"]: row["median"] for row in rows if row["quantity"] == quantity}
-        assert costs.keys() == {"stock", PLANNED}
-        assert all(value > 0 for value in costs.values())
-    assert costs[PLANNED] < costs["stock"] == 1
-    errors = [row["variant"] for row in rows if row["quantity"] == f"{EXPOSED}, {ERROR}"]
-    assert errors[:3] == list(bits)[:3], "without a plan, no exposed time is negligible at micro-batch 1"
-
-
-@pytest.mark.parametrize(
-    ("predicted_s", "exposed_s", "negligible"),
-    [(0.01, [0.02, 0.04, 0.9], True), (0.06, [0.01, 0.01, 0.01], False), (0.01, [0.01, 0.06, 0.07], False)],
-)
-def test_an_exposed_time_is_negligible_only_if_it_is_so_as_predicted_and_as_measured(
-    predicted_s: float, exposed_s: list[float], negligible: bool
-) -> None:
-    assert is_negligible(predicted_s, exposed_s, stock_update_s=[1.0]) == negligible
-
-
-@pytest.mark.parametrize("assignment", ["hours=1", "turns=many", "turns", "turns=-1"])
-def test_a_parameter_that_a_benchmark_does_not_have_is_refused(
-    assignment: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        benchmarks_main(["hooks", "--set", assignment])
-    assert f"found {assignment!r}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["all", "report"])
-def test_parameters_are_refused_without_one_benchmark(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        benchmarks_main([command, "--set", "minutes=10"])
-    assert f"--set must be absent with {command}, found 'minutes=10'" in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    (page,) = (REPOSITORY / "docs").rglob("benchmarking.md")
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    script = tmp_path / "clipping.py"
-    script.write_text(example + RUN_EXAMPLE)
-    (finished,) = run_ranks(1, [str(script)], timeout_s=250)
-    assert finished.returncode == 0, finished.output[-4000:]
-    quantities = {tuple(answer) for answer in finished.answers()}
-    assert {variant for variant, _ in quantities} == {
-        "stock",
-        "stock, no clipping",
-        "ours, all on the CPU",
-        "ours, no clipping",
-    }
-    assert "error" not in {quantity for _, quantity in quantities}
 
 
 RUN_EXAMPLE = """
@@ -147,73 +92,144 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
+def test_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    (page,) = (REPOSITORY / "docs").rglob("benchmarking.md")
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    script = tmp_path / "clipping.py"
+    script.write_text(example + RUN_EXAMPLE)
+    (finished,) = run_ranks(1, [str(script)], timeout_s=250)
+    assert finished.returncode == 0, finished.output[-4000:]
+    found = dict(finished.answers())
+    assert set(found) == {"stock", "stock, no clipping", "ours, all on the CPU", "ours, no clipping"}
+    assert "error" not in found.values()
+
+
 SETTING = TrainingSetting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
 
 
-def test_variants_have_the_config_that_their_names_promise() -> None:
-    # DeepSpeed clips to 1.0 unless the config sets a value, so that 0.0 has to be written out.
-    assert variants.SUPER_UNCLIPPED.config_for(SETTING)["gradient_clipping"] == 0.0
-    assert variants.STOCK.config_for(SETTING)["gradient_clipping"] == 1.0
-    assert "offload_optimizer" not in variants.NO_OFFLOAD.config_for(SETTING)["zero_optimization"]
-    by_default = variants.STOCK.config_for(with_default_sub_groups(SETTING))["zero_optimization"]
-    assert by_default["sub_group_size"] == 10**9
-    memory = variants.PLANNED.config_for(SETTING)["deep_optimizer_states"]["gpu_memory_gb"]
-    assert memory * 1e9 == pytest.approx(24 * 10_000_000 + 2 * SETTING.parameters)
-    # Two of the six sub-groups fit into that memory, with 16 bytes per parameter.
-    ratio = variants.twin_flow(SETTING).config_for(SETTING)["zero_optimization"]["offload_optimizer"]["ratio"]
-    assert int((1 - ratio) * 6) == 2
+TINY_OURS = ours_limited(MODELS["tiny"]).name
+ON_CPU, ON_SOFTWARE_GPU = "benchmarks.gpu.train", "tests.software_gpu.gpu_bench_ranks"
 
 
-def test_no_offload_is_waived_if_it_does_not_fit_into_memory() -> None:
-    assert variants.NO_OFFLOAD.waived_reason(SETTING) is None
-    huge = replace(SETTING, layers=1000, width=16384)
-    assert variants.NO_OFFLOAD.waived_reason(huge) == "does not fit into memory"
+@pytest.fixture(autouse=True)
+def one_core_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the arms train on the CPU accelerator, with one thread."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(machine, "cores", lambda: SimpleNamespace(usable=1))
+
+
+def tiny(arm: str, *tokens: int) -> ArmJob:
+    return ArmJob(arm=arm, model="tiny", tokens=tokens or (64,))
+
+
+def outcomes_of(*jobs: ArmJob, limit_s: float = 200, program: str = ON_CPU) -> list[ArmOutcome]:
+    return list(run_jobs(jobs, time.monotonic() + 1_000, limit_s, program))
+
+
+def record(mean_s: float, **others: object) -> dict[str, Any]:
+    return {
+        "tokens": 64,
+        "configuration": "an engine",
+        "iteration_s": [mean_s] * 3,
+        "mean_s": mean_s,
+        "phases_s": [[0.1] * 3] * 3,
+        "losses": [2.0, 1.0],
+        "gpu_peak_bytes": 0,
+        "host_peak_bytes": 10**9,
+        **others,
+    }
+
+
+def medians(rows: list[Row], variant: str) -> dict[str, float]:
+    return {row.quantity: sorted(row.samples)[0] for row in rows if row.variant == variant and row.samples}
+
+
+def test_cost_and_retained_refer_to_stock_and_to_no_offload() -> None:
+    def outcome(arm: str, mean_s: float, without_s: float, **others: object) -> ArmOutcome:
+        return ArmOutcome(job=tiny(arm), records=[[record(mean_s, without_updates_s=[without_s], **others)]])
+
+    outcomes = [outcome(NO_OFFLOAD.name, 1.5, 1.4), outcome(STOCK.name, 4.0, 2.0), outcome("ours", 2.5, 2.0, joules=7)]
+    rows = list(rows_of(iter(outcomes)))
+    found = medians(rows, "ours")
+    assert found[COST] == 0.5
+    assert found[COST_SHARE] == 0.25
+    assert found[RETAINED] == 0.6
+    assert found["throughput"] == 64 / 2.5
+    assert found["energy of an iteration"] == 7
+    assert medians(rows, STOCK.name)[RETAINED] == 1.5 / 4.0
+    alone = list(rows_of(iter(outcomes[1:2])))
+    assert [row.waived for row in alone if row.quantity == RETAINED] == ["no offload has no result"]
 
 
 @pytest.mark.parametrize(
-    ("variant", "message"),
-    [
-        (replace(variants.STOCK, name="stock with other clipping", clipping=0.5), "clips to 1.0"),
-        (replace(variants.STOCK, name="ours, missing", optimizer_class=variants.OURS_STAGE_3), "the optimizer is"),
-        (
-            replace(variants.ALL_CPU, name="stock's kernel, missing", cpu_kernel="StockAdam"),
-            "the CPU kernel is FusedAdam",
-        ),
-        (replace(variants.STOCK, name="Twin-Flow, missing", offload={"ratio": 0.5}), "ratio 1.0"),
-    ],
-    ids=lambda parameter: parameter.name if isinstance(parameter, variants.Variant) else "",
+    "arm", [FSDP2, thorough(STOCK.name), thorough(NO_OFFLOAD.name), thorough(OURS_EMPTY.name), thorough("Twin-Flow")]
 )
-def test_engine_of_another_variant_is_refused(variant: variants.Variant, message: str) -> None:
-    actual = replace(variants.STOCK if variant.block is None else variants.ALL_CPU, name=variant.name)
-    with pytest.raises(AssertionError, match=message):
-        variant.verify(FakeEngine(actual))
+def test_an_arm_trains_with_each_number_of_tokens_and_leaves_its_rows(arm: str) -> None:
+    (outcome,) = outcomes_of(tiny(arm, 64, 32))
+    assert outcome.error == ""
+    rows = list(rows_of(iter([outcome])))
+    assert {row.setting["tokens"] for row in rows} == {64, 32}
+    found = medians(rows, arm)
+    wanted = {"iteration", "mean of all iterations", "throughput", "step() on the host", "peak host memory"}
+    assert wanted <= found.keys()
+    assert all(found[quantity] > 0 for quantity in wanted)
+    assert (COST in found) == (arm != FSDP2)
+    losses = [row.value for row in rows if row.quantity == "losses"]
+    assert len(losses) == 2
+    assert len(set(str(losses[1]).split())) > 10, "the loss changes"
 
 
-class FakeEngine:
-    """The attributes of an engine of ``variant`` that ``Variant.verify`` reads."""
+@pytest.mark.P1
+def test_ours_has_the_bits_of_stock() -> None:
+    outcomes = outcomes_of(*bits_jobs("tiny", 64, ranks=1), program=ON_SOFTWARE_GPU)
+    (row,) = rows_of(iter(outcomes))
+    assert (row.variant, row.quantity, row.value, row.claimed) == (TINY_OURS, BIT_IDENTICAL, True, True)
 
-    def __init__(self, variant: variants.Variant) -> None:
-        groups, config = [None] * 6, SimpleNamespace(overlap_backward=False, overlap_forward=False)
-        kernel = type(variant.cpu_kernel or "None", (), {})()
-        inner = type(variant.inner_optimizer, (), {})()
-        attributes = {
-            "optimizer": inner,
-            "partial_offload": 1.0,
-            "fp16_groups": groups,
-            "_config": config,
-            "_assembly": SimpleNamespace(kernels=(kernel,)),
-        }
-        self.optimizer = type(variant.optimizer_class, (), attributes)()
-        assert variant.verify(self).startswith(variant.optimizer_class)
 
-    def gradient_clipping(self) -> float:
-        """Return DeepSpeed's default."""
-        return 1.0
+def test_a_job_that_fails_or_outlives_its_limit_leaves_its_error_and_the_next_one_runs() -> None:
+    fails, hangs, last = [*outcomes_of(tiny("no such arm")), *outcomes_of(tiny(STOCK.name), tiny(TORCHAO), limit_s=0.5)]
+    assert fails.error == "KeyError: 'no such arm'"
+    assert hangs.error == "did not end within 0 s"
+    assert last.waived == "torchao is not installed"
+    rows = list(rows_of(iter([fails, hangs, last])))
+    assert [(row.variant, row.quantity, row.value or row.waived) for row in rows] == [
+        ("no such arm", "completed", None),
+        ("no such arm", "error", fails.error),
+        (STOCK.name, "completed", None),
+        (STOCK.name, "error", hangs.error),
+        (TORCHAO, "iteration", last.waived),
+    ]
+    assert all(row.claimed for row in rows if row.quantity == "completed"), "the run of the benchmark fails"
+    (late,) = run_jobs([tiny(STOCK.name)], time.monotonic() + 1)
+    assert late.waived == "no time was left"
 
-    def zero_overlap_comm(self) -> bool:
-        """Return DeepSpeed's default for stage 3."""
-        return True
 
-    def zero_offload_optimizer(self) -> Any:
-        """Return the offloading config."""
-        return SimpleNamespace(pin_memory=True)
+def test_other_bits_and_losses_are_a_claim_that_does_not_hold() -> None:
+    stock, ours = bits_jobs("tiny", 64, ranks=1)
+    same = ArmOutcome(job=stock, records=[[record(1.0, digest="1")]])
+    for others in ({"digest": "2"}, {"digest": "1", "losses": [2.0, 1.1]}):
+        (row,) = rows_of(iter([same, ArmOutcome(job=ours, records=[[record(1.0, **others)]])]))
+        assert (row.value, row.claimed) == (False, True)
+    failed = ArmOutcome(job=stock, records=[[]], error="no memory")
+    rows = list(rows_of(iter([failed, replace(same, job=ours)])))
+    assert [row.quantity for row in rows] == ["completed", "error"], "there is nothing to compare with"
+
+
+SETTING = {"parameters": 5_000_000, "micro_batch": 1, "sub_group_size": 10}
+
+
+def test_the_committed_page_shows_the_committed_rows_which_measure_the_aims(tmp_path: Path) -> None:
+    rows = last_rows(RESULTS)
+    # The quantity of this aim is newer than the last run of its benchmark.
+    assert {aim.text for aim in AIMS if aim.worst(rows) is None} == {"GPU, batch 8: cost at most 10 %"}
+    files = [path for path in RESULTS.iterdir() if path.name != CHART]
+    assert {path.name for path in files} <= {f"{name}.jsonl" for name in BENCHMARKS}
+    assert sum(path.stat().st_size for path in files) <= 300_000
+    for path in files:
+        (tmp_path / path.name).write_text(path.read_text())
+    page = report(tmp_path)
+    assert (RESULTS.parent / "RESULTS.md").read_text() == page, "run python -m benchmarks report"
+    assert (RESULTS / CHART).stat().st_size > 10_000, "not an empty figure"
+    assert len(page.split()) <= 800
+    assert (page.count("!["), page.count("|---|\n")) == (1, 3)

@@ -1,17 +1,69 @@
-"""Test which rank gets which cores, on simulated machines of all sizes."""
+"""Test how the cores of a machine are read from the kernel's files, and which rank gets which cores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_opt_states.config import ConfigError
-from deep_opt_states.host.cores import CoreShare, RankPlace, choose_cores, part_of_quota
-from deep_opt_states.host.machine import Core
+from deep_opt_states.host import machine
+from deep_opt_states.host.cores import CoreShare, RankPlace, choose_cores, format_cpu_list, part_of_quota
+from deep_opt_states.host.machine import Core, cores_of, gpu_node, parse_cpu_list
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def test_hyperthread_siblings_are_one_core_with_the_cpus_that_are_allowed(tmp_path: Path) -> None:
+    """Check it on two sockets with two cores of two threads each, numbered by first threads first as usual."""
+    cpus, nodes = tmp_path / "cpu", tmp_path / "node"
+    for cpu in range(8):
+        write(cpus / f"cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
+    write(nodes / "node0/cpulist", "0-1,4-5")
+    write(nodes / "node1/cpulist", "2-3,6-7")
+    # A node with memory only, such as that of a GPU whose memory the CPU can address.
+    write(nodes / "node2/cpulist", "")
+    write(nodes / "online", "0-2")
+    both = {"node": 0}, {"node": 1}
+    assert cores_of(range(8), cpus, nodes) == tuple(Core(cpus=(cpu, cpu + 4), **both[cpu // 2]) for cpu in range(4))
+    assert cores_of({7, 1, 6, 2}, cpus, nodes) == (
+        Core(cpus=(1,), node=0),
+        Core(cpus=(2, 6), node=1),
+        Core(cpus=(7,), node=1),
+    )
+    write(cpus / "cpu3/topology/thread_siblings_list", "no list")
+    unknown = (Core(cpus=(3,), node=None), Core(cpus=(9,), node=None))
+    assert cores_of({3, 9}, cpus, tmp_path / "no node") == unknown, "the kernel reports no siblings"
+
+
+@pytest.mark.parametrize(("text", "node"), [("1", 1), ("-1", None), ("", None), (None, None)])
+def test_the_numa_node_of_a_gpu_is_read(
+    text: str | None, node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        write(tmp_path / "0001:3b:00.0/numa_node", text)
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {3: properties}.__getitem__)
+    for has_cuda, expected in ((True, node), (False, None)):
+        monkeypatch.setattr(machine, "has_cuda", lambda has_cuda=has_cuda: has_cuda)
+        assert gpu_node(tmp_path) == expected
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel(cpus: set[int]) -> None:
+    assert parse_cpu_list("0-2,8,10-11\n") == (0, 1, 2, 8, 10, 11)
+    assert format_cpu_list((8, 2, 0, 1)) == "0-2,8"
+    assert parse_cpu_list(format_cpu_list(cpus)) == tuple(sorted(cpus))
 
 
 def machine_of(cores_per_node: Sequence[int], smt: int = 1, holes: frozenset[int] = frozenset()) -> tuple[Core, ...]:
@@ -40,143 +92,105 @@ def shares(places: Sequence[RankPlace], **options: bool | int) -> list[CoreShare
     return [choose_cores(places, rank, **keywords) for rank in range(len(places))]  # type: ignore[arg-type]
 
 
+def cpus_of(places: Sequence[RankPlace]) -> list[tuple[int, ...]]:
+    return [share.cores + share.launch_cores for share in shares(places)]
+
+
 def physical(places: Sequence[RankPlace], cpus: Sequence[int]) -> set[Core]:
     return {core for place in places for core in place.cores if set(core.cpus) & set(cpus)}
 
 
 def test_eight_ranks_share_the_cores_of_the_two_sockets_of_their_gpus() -> None:
-    places = node_of(machine_of([32, 32], smt=2), [0] * 4 + [1] * 4)
-    first, *_, last = shares(places)
+    first, *_, last = shares(node_of(machine_of([32, 32], smt=2), [0] * 4 + [1] * 4))
     # Two launch cores per rank: the main thread or autograd's keeps one busy, and NCCL's and others need another.
-    assert first.cores == tuple(range(6))
-    assert first.launch_cores == (6, 7, 70, 71)
-    assert last.cores == tuple(range(56, 62))
-    assert last.launch_cores == (62, 63, 126, 127)
+    assert (first.cores, first.launch_cores) == (tuple(range(6)), (6, 7, 70, 71))
+    assert (last.cores, last.launch_cores) == (tuple(range(56, 62)), (62, 63, 126, 127))
     assert str(first) == (
         "6 threads on CPU 0-5, all others of the process on CPU 6-7,70-71 (8 of 64 physical cores, on NUMA node 0 like "
         "its GPU)"
     )
 
 
-def test_a_rank_gets_cores_near_its_gpu_whatever_its_number() -> None:
-    a, b, c, d = shares(node_of(machine_of([4, 4]), [1, 0, 1, 0]))
-    assert [share.cores + share.launch_cores for share in (a, b, c, d)] == [(4, 5), (0, 1), (6, 7), (2, 3)]
-
-
-def test_shares_are_even_and_in_order_if_the_nodes_are_unknown() -> None:
-    a, b, c = shares(node_of(machine_of([8]), [None] * 3))
-    assert [share.cores + share.launch_cores for share in (a, b, c)] == [(0, 1, 2), (3, 4, 5), (6, 7)]
-
-
-def test_a_single_rank_stays_on_the_node_of_its_gpu() -> None:
-    (share,) = shares(node_of(machine_of([16, 16, 16, 16]), [2]))
-    assert share.cores == tuple(range(32, 46))
-    assert share.launch_cores == (46, 47)
-
-
-def test_shares_are_even_if_near_cores_would_be_less_than_half_an_even_share() -> None:
-    """Check it for an affinity with only 2 cores of node 0: all ranks would wait for those on node 0."""
+def test_shares_are_near_the_gpus_unless_that_would_make_them_uneven() -> None:
+    assert cpus_of(node_of(machine_of([4, 4]), [1, 0, 1, 0])) == [(4, 5), (0, 1), (6, 7), (2, 3)]
+    assert cpus_of(node_of(machine_of([8]), [None] * 3)) == [(0, 1, 2), (3, 4, 5), (6, 7)]
+    assert cpus_of(node_of(machine_of([16, 16, 16, 16]), [2])) == [tuple(range(32, 48))]
+    # All ranks would wait for those on node 0, of which the affinity has 2 cores only.
     cores = machine_of([2, 30])
     assert [share.threads for share in shares(node_of(cores, [0, 0, 1, 1]))] == [6] * 4
-    first = shares(node_of(cores, [1, 0]))[1]
-    assert set(first.cores + first.launch_cores) == set(range(16)), "the cores are near as far as possible"
+    assert set(cpus_of(node_of(cores, [1, 0]))[1]) == set(range(16)), "the cores are near as far as possible"
 
 
-def test_a_rank_that_the_launcher_bound_uses_all_its_cores() -> None:
-    """Check the case of ``deepspeed --bind_cores_to_rank``: each rank has CPUs of its own, wherever its GPU is."""
+def test_ranks_that_the_launcher_bound_use_or_divide_their_cores() -> None:
+    """Check ``deepspeed --bind_cores_to_rank``, ``torchrun --numa-binding=node``, and sets that overlap in part."""
     cores = machine_of([4, 4])
-    places = [RankPlace(cores=cores[5:8], gpu_node=0), RankPlace(cores=cores[:5], gpu_node=1)]
-    a, b = shares(places)
+    a, b = shares([RankPlace(cores=cores[5:8], gpu_node=0), RankPlace(cores=cores[:5], gpu_node=1)])
     assert (a.cores, a.launch_cores) == ((5, 6), (7,))
     assert (b.cores, b.launch_cores) == ((0, 1, 2), (3, 4)), "2 of more than 3 cores are launch cores"
-
-
-def test_ranks_that_the_launcher_bound_to_the_same_cores_divide_them() -> None:
-    """Check the case of ``torchrun --numa-binding=node``."""
-    cores = machine_of([4, 4])
     places = [RankPlace(cores=part, gpu_node=node) for part, node in ((cores[4:], 1), (cores[:4], 0)) for _ in range(2)]
-    assert [share.cores + share.launch_cores for share in shares(places)] == [(4, 5), (6, 7), (0, 1), (2, 3)]
-
-
-def test_nothing_is_bound_if_affinities_overlap_in_part() -> None:
+    assert cpus_of(places) == [(4, 5), (6, 7), (0, 1), (2, 3)]
     cores = machine_of([12])
-    places = [RankPlace(cores=cores[:8]), RankPlace(cores=cores[4:]), RankPlace(cores=cores[:4])]
-    a, b, c = shares(places)
-    assert [share.cores for share in (a, b, c)] == [()] * 3
-    assert "overlap in part" in str(a)
-    assert [share.threads for share in (a, b, c)] == [1, 2, 1], "2 of 4 cores are launch cores, and 1 of 2"
+    overlapping = shares([RankPlace(cores=part) for part in (cores[:8], cores[4:], cores[:4])])
+    assert [share.cores for share in overlapping] == [()] * 3
+    assert "overlap in part" in str(overlapping[0])
+    assert [share.threads for share in overlapping] == [1, 2, 1], "2 of 4 cores are launch cores, and 1 of 2"
 
 
-def test_nothing_is_bound_if_there_are_fewer_cores_than_ranks() -> None:
+def test_nothing_is_bound_on_the_cpu_accelerator_with_too_few_cores_or_without_bind_cores() -> None:
     for share in shares(node_of(machine_of([2], smt=2), [None] * 3)):
         assert (share.threads, share.cores, share.launch_cores) == (1, (), ())
         assert str(share) == "1 thread, not bound (1 of 2 physical cores, 3 ranks share them)"
-
-
-def test_with_one_core_per_rank_the_launch_core_is_the_sibling_or_else_the_core_itself() -> None:
-    a, b = shares(node_of(machine_of([2], smt=2), [None] * 2))
-    assert (a.cores, a.launch_cores, b.cores, b.launch_cores) == ((0,), (2,), (1,), (3,))
-    a, b = shares(node_of(machine_of([2]), [None] * 2))
-    assert (a.cores, a.launch_cores, b.cores, b.launch_cores) == ((0,), (0,), (1,), (1,))
-
-
-def test_cores_beyond_the_cgroups_limit_are_launch_cores() -> None:
-    a, b = shares(node_of(machine_of([16]), [None] * 2, quota=9.5))
-    assert (a.threads, b.threads) == (3, 2)
-    assert a.launch_cores == (3, 4, 5, 6, 7)
-    assert "8 of 16 physical cores, of which the cgroup's limit allows 5" in str(a)
-
-
-def test_on_the_cpu_accelerator_all_cores_of_the_share_update_and_nothing_is_bound() -> None:
     for share in shares(node_of(machine_of([8], smt=2), [None] * 2), on_accelerator=False):
         assert (share.threads, share.cores, share.launch_cores) == (4, (), ())
         assert "forward and backward also run on them" in str(share)
+    for share in shares(node_of(machine_of([8]), [None] * 2), bind=False):
+        assert (share.threads, share.cores, share.launch_cores) == (2, (), ())
+        assert '"bind_cores" is false' in str(share)
 
 
-def test_bind_cores_false_keeps_the_number_of_threads() -> None:
-    places = node_of(machine_of([8]), [None] * 2)
-    for bound, unbound in zip(shares(places), shares(places, bind=False), strict=True):
-        assert (unbound.threads, unbound.cores, unbound.launch_cores) == (bound.threads, (), ())
-        assert '"bind_cores" is false' in str(unbound)
+def test_the_ranks_of_a_container_divide_its_quota_and_cores_beyond_it_are_launch_cores() -> None:
+    assert [part_of_quota(7.9, rank, 3) for rank in range(3)] == [3, 2, 2]
+    assert [part_of_quota(0.5, rank, 2) for rank in range(2)] == [1, 1]
+    a, b = shares(node_of(machine_of([16]), [None] * 2, quota=9.5))
+    assert (a.threads, b.threads, a.launch_cores) == (3, 2, (3, 4, 5, 6, 7))
+    assert "8 of 16 physical cores, of which the cgroup's limit allows 5" in str(a)
 
 
 @pytest.mark.parametrize(
-    ("cpu_threads", "cores", "launch_cores"),
+    ("num_cores", "smt", "cpu_threads", "cores", "launch_cores"),
     [
-        (1, (0,), (1, 2, 3, 9, 10, 11)),
-        (3, (0, 1, 2), (3, 11)),
-        (4, (0, 1, 2, 3), (8, 9, 10, 11)),
-        (6, (0, 1, 2, 3, 8, 9), (10, 11)),
-        (8, (0, 1, 2, 3, 8, 9, 10, 11), (0, 1, 2, 3, 8, 9, 10, 11)),
-        (9, (), ()),
+        (1, 2, None, (0,), (1,)),
+        (1, 1, None, (0,), (0,)),
+        (3, 1, None, (0, 1), (2,)),
+        (4, 1, None, (0, 1), (2, 3)),
+        (23, 1, None, tuple(range(21)), (21, 22)),
+        (24, 1, None, tuple(range(21)), (21, 22, 23)),
+        (4, 2, 1, (0,), (1, 2, 3, 5, 6, 7)),
+        (4, 2, 3, (0, 1, 2), (3, 7)),
+        (4, 2, 4, (0, 1, 2, 3), (4, 5, 6, 7)),
+        (4, 2, 6, (0, 1, 2, 3, 4, 5), (6, 7)),
+        (4, 2, 8, tuple(range(8)), tuple(range(8))),
     ],
 )
-def test_cpu_threads_overrides_the_number_of_threads(
-    cpu_threads: int, cores: tuple[int, ...], launch_cores: tuple[int, ...]
+def test_launch_cores_are_what_the_threads_leave(
+    num_cores: int, smt: int, cpu_threads: int | None, cores: tuple[int, ...], launch_cores: tuple[int, ...]
 ) -> None:
-    share, _ = shares(node_of(machine_of([8], smt=2), [None] * 2), cpu_threads=cpu_threads)
-    assert (share.threads, share.cores, share.launch_cores) == (cpu_threads, cores, launch_cores)
-    assert '"cpu_threads"' in str(share)
+    options = {} if cpu_threads is None else {"cpu_threads": cpu_threads}
+    (share,) = shares(node_of(machine_of([num_cores], smt), [0]), **options)
+    assert (share.threads, share.cores, share.launch_cores) == (len(cores), cores, launch_cores)
+    assert ('"cpu_threads"' in str(share)) == bool(options)
 
 
+@pytest.mark.P6
 def test_more_cpu_threads_than_cpus_are_refused() -> None:
-    places = node_of(machine_of([8], smt=2), [None] * 2)
     with pytest.raises(ConfigError) as caught:
-        choose_cores(places, 0, on_accelerator=True, cpu_threads=17)
-    assert str(caught.value) == (
+        choose_cores(node_of(machine_of([8], smt=2), [None] * 2), 0, on_accelerator=True, cpu_threads=17)
+    assert str(caught.value).startswith(
         "deep_optimizer_states.cpu_threads: must be at most the 16 CPUs that a rank may use (affinity 16, cgroup limit "
-        "none), found 17.\n"
-        "Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, Slurm "
-        "--cpus-per-task)."
+        "none), found 17.\nLeave it out for the number that fits this machine, or give the rank more CPUs (taskset, "
     )
     with pytest.raises(ConfigError, match=r"at most the 3 CPUs .* cgroup limit 3 for this rank\), found 4"):
         choose_cores(node_of(machine_of([8]), [None] * 2, quota=6), 1, on_accelerator=False, cpu_threads=4)
-
-
-def test_the_ranks_of_a_container_divide_its_quota() -> None:
-    assert [part_of_quota(7.9, rank, 3) for rank in range(3)] == [3, 2, 2]
-    assert [part_of_quota(0.5, rank, 2) for rank in range(2)] == [1, 1]
-    assert part_of_quota(None, 0, 2) is None
 
 
 @st.composite
@@ -200,7 +214,6 @@ def test_shares_use_no_more_than_the_allowed_cores(
     places: tuple[RankPlace, ...], on_accelerator: bool, bind: bool
 ) -> None:
     chosen = shares(places, on_accelerator=on_accelerator, bind=bind)
-    assert chosen == shares(places, on_accelerator=on_accelerator, bind=bind)
     num_cores = len(places[0].cores)
     assert all(share.threads >= 1 for share in chosen)
     assert sum(share.threads for share in chosen) <= max(num_cores, len(places))
@@ -212,70 +225,27 @@ def test_shares_use_no_more_than_the_allowed_cores(
 
 @given(nodes())
 def test_no_physical_core_has_two_ranks_or_both_launches_and_updates(places: tuple[RankPlace, ...]) -> None:
-    chosen = shares(places)
     taken: set[Core] = set()
-    for share in chosen:
+    sizes = []
+    for share in shares(places):
         update, launch = physical(places, share.cores), physical(places, share.launch_cores)
         assert len(update) == len(share.cores), "two threads are pinned to hyperthread siblings"
         assert not (update | launch) & taken
         taken |= update | launch
+        sizes.append(len(update | launch))
         if len(update | launch) > 1:
             assert launch
             assert not update & launch
     if len(places[0].cores) >= len(places) and not {place.gpu_node for place in places} - {None}:
-        sizes = [len(physical(places, share.cores + share.launch_cores)) for share in chosen]
         assert sum(sizes) == len(places[0].cores)
         assert max(sizes) - min(sizes) <= 1
 
 
 @given(nodes())
-def test_cores_are_near_the_gpu_if_every_rank_gets_half_of_an_even_share(
-    places: tuple[RankPlace, ...],
-) -> None:
+def test_cores_are_near_the_gpu_if_every_rank_gets_half_of_an_even_share(places: tuple[RankPlace, ...]) -> None:
     cores, gpu_nodes = places[0].cores, [place.gpu_node for place in places]
     on = [core.node for core in cores]
     smallest = min(on.count(node) // gpu_nodes.count(node) for node in gpu_nodes)
-    near = [
-        {core.node for core in physical(places, share.cores + share.launch_cores)} == {place.gpu_node}
-        for share, place in zip(shares(places), places, strict=True)
-    ]
     if None not in gpu_nodes and smallest >= 1 and 2 * smallest >= len(cores) // max(len(places), len(set(on))):
-        assert all(near)
-
-
-@given(nodes(), st.integers(1, 40))
-def test_cpu_threads_is_the_number_of_threads_or_is_refused(places: tuple[RankPlace, ...], cpu_threads: int) -> None:
-    for rank, place in enumerate(places):
-        if cpu_threads > place.max_threads:
-            with pytest.raises(ConfigError, match=r"cpu_threads: must be at most"):
-                choose_cores(places, rank, on_accelerator=True, cpu_threads=cpu_threads)
-            continue
-        share = choose_cores(places, rank, on_accelerator=True, cpu_threads=cpu_threads)
-        assert share.threads == cpu_threads
-        assert len(set(share.cores)) in (0, cpu_threads)
-        if share.cores:
-            others = [shares(places)[other] for other in range(len(places)) if other != rank]
-            assert not physical(places, share.cores) & {
-                core for other in others for core in physical(places, other.cores + other.launch_cores)
-            }
-
-
-@pytest.mark.parametrize(
-    ("num_cores", "num_launch_cores"), [(2, 1), (3, 1), (4, 2), (8, 2), (12, 2), (16, 2), (23, 2), (24, 3), (64, 8)]
-)
-def test_at_least_two_cores_are_launch_cores_on_large_shares(num_cores: int, num_launch_cores: int) -> None:
-    (share,) = shares(node_of(machine_of([num_cores]), [0]))
-    assert share.threads == num_cores - num_launch_cores
-    assert len(share.launch_cores) == num_launch_cores
-
-
-@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 2))
-def test_a_rank_that_was_bound_uses_exactly_its_own_cores(ranks: int, cores_each: int, smt: int) -> None:
-    cores = machine_of([ranks * cores_each], smt)
-    places = [
-        RankPlace(cores=cores[rank * cores_each : (rank + 1) * cores_each], gpu_node=rank % 2) for rank in range(ranks)
-    ]
-    for share, place in zip(shares(places), places, strict=True):
-        # From 4 cores on, 2 are launch cores: of fewer, a second one would cost the update half of its threads or more.
-        assert share.threads == max(1, cores_each - (2 if cores_each >= 4 else 1))
-        assert physical(places, share.cores + share.launch_cores) == set(place.cores)
+        for chosen, place in zip(cpus_of(places), places, strict=True):
+            assert {core.node for core in physical(places, chosen)} == {place.gpu_node}

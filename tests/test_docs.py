@@ -1,4 +1,4 @@
-"""Check the documentation: links lead somewhere, generated parts are up to date, and the README stays short."""
+"""Check the documentation, the prose and the metadata: links lead somewhere, and quoted parts are true."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import ast
 import re
 import subprocess
 import sys
+from configparser import ConfigParser
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import deep_opt_states
 from deep_opt_states import sharing
-from tests.launch import REPOSITORY
+from deep_opt_states.names import __version__
+from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED
+from tests.compat.golden import TRIED_TORCH
+from tests.compat.results import read_results
+from tests.launch import REPOSITORY, free_port, remove_shared_memory, run_ranks
+from tools import lint_prose
 from tools.sizes import MACHINES, commands, table_row
 
-PAGES = [
-    REPOSITORY / line
-    for line in subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-]
+LIST_PAGES = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+PAGES = [REPOSITORY / line for line in subprocess.check_output(LIST_PAGES, cwd=REPOSITORY, text=True).splitlines()]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
-GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 PATH = re.compile(r"`((?:deep_opt_states|perf_model|benchmarks|tests|examples|docs|tools)/[\w./-]*)`")
+
+
+def read(page: str) -> str:
+    return (REPOSITORY / page).read_text(encoding="utf-8")
 
 
 def anchors(page: Path) -> set[str]:
@@ -47,98 +51,60 @@ def dead_links(page: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    assert not dead_links(page)
-
-
-# The changelog and the reports of measurements name files of earlier versions, and reports are never edited.
-CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "reports"]
-
-
-@pytest.mark.parametrize("page", CURRENT_PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_paths_that_are_named_exist(page: Path) -> None:
-    assert not [path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (REPOSITORY / path).exists()]
-
-
-def test_a_dead_link_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# One heading\n[a](#one-heading) [b](page.md#one-heading) [c](gone.md) [d](#two)")
-    assert dead_links(page) == ["gone.md#", "#two"]
+def test_links_and_paths_lead_to_files_and_headings_that_exist(tmp_path: Path) -> None:
+    assert {page: dead for page in PAGES if (dead := dead_links(page))} == {}
+    for page in PAGES:
+        # The changelog and the reports of measurements name files of earlier versions, and reports are never edited.
+        if page.name != "CHANGELOG.md" and page.parent.name != "reports":
+            named = PATH.findall(page.read_text(encoding="utf-8"))
+            assert not [path for path in named if not (REPOSITORY / path).exists()], page
+    faulty = tmp_path / "page.md"
+    faulty.write_text("# One heading\n[a](#one-heading) [b](page.md#one-heading) [c](gone.md) [d](#two)")
+    assert dead_links(faulty) == ["gone.md#", "#two"]
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    missing = [page.name for page in sorted((REPOSITORY / "docs").glob("*.md")) if f"docs/{page.name}" not in readme]
-    assert not missing
+    assert not [
+        page.name for page in (REPOSITORY / "docs").glob("*.md") if f"docs/{page.name}" not in read("README.md")
+    ]
 
 
-def test_generated_parts_are_up_to_date() -> None:
+def test_generated_parts_and_some_predicted_sizes_are_up_to_date() -> None:
     command = [sys.executable, str(REPOSITORY / "tools" / "generate_docs.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-SOME_SIZES = [line for machine in MACHINES for line in commands(machine)][2::7]
-"""A part of the lines of ``plan`` behind docs/sizes.md, which take a minute together."""
-
-
-@pytest.mark.parametrize("command", SOME_SIZES)
-def test_some_predicted_sizes_are_up_to_date(command: str) -> None:
-    row = table_row(command)
-    remedy = "Run `python tools/generate_docs.py --all` and commit the result."
-    assert row in (REPOSITORY / "docs/sizes.md").read_text(encoding="utf-8").splitlines(), remedy
+    # All lines of ``plan`` behind this page take a minute together.
+    for command_line in [line for machine in MACHINES for line in commands(machine)][2::7]:
+        remedy = "Run `python tools/generate_docs.py --all` and commit the result."
+        assert table_row(command_line) in read("docs/sizes.md").splitlines(), remedy
 
 
 def test_the_reference_lists_what_may_be_imported() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \|", (REPOSITORY / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \|", read("docs/api.md"), re.MULTILINE)
     exported = {f"{package.__name__}.{name}" for package in (deep_opt_states, sharing) for name in package.__all__}
-    files = {
-        str(path.relative_to(REPOSITORY))
-        for package in ("deep_opt_states", "perf_model")
-        for path in (REPOSITORY / package).rglob("*.py")
-        if "\n__all__ = " in path.read_text(encoding="utf-8")
-    }
+    modules = [path for name in ("deep_opt_states", "perf_model") for path in (REPOSITORY / name).rglob("*.py")]
+    files = {str(path.relative_to(REPOSITORY)) for path in modules if "\n__all__ = " in path.read_text()}
     assert files == {"deep_opt_states/__init__.py", "deep_opt_states/sharing/__init__.py"}
     assert sorted(rows) == sorted(exported)
 
 
-def test_every_promise_has_tests_and_selecting_it_lists_them(pytestconfig: pytest.Config) -> None:
-    stated = re.findall(r"^- \*\*(P\d) ", (REPOSITORY / "docs/dev/design.md").read_text(encoding="utf-8"), re.MULTILINE)
+def test_every_promise_has_a_marker_and_tests(pytestconfig: pytest.Config) -> None:
+    stated = re.findall(r"^- \*\*(P\d) ", read("docs/dev/design.md"), re.MULTILINE)
     registered = [line.partition(":")[0] for line in pytestconfig.getini("markers")]
     assert stated == [name for name in registered if re.fullmatch(r"P\d", name)] != []
-    with_promise = {
-        promise: [
-            path
-            for path in (REPOSITORY / "tests").rglob("test_*.py")
-            if re.search(rf"pytest\.mark\.promise\([^)]*\"{promise}\"", path.read_text(encoding="utf-8"))
-        ]
-        for promise in stated
-    }
-    assert all(with_promise.values()), with_promise
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "P3", "tests/test_config.py"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout
-    assert re.findall("::(.*)", listed) == ["test_accelerate_accepts_a_block_that_writes_all_defaults_down"]
+    tests = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    for promise in stated:
+        assert re.search(rf"pytest\.mark\.{promise}\b", tests), promise
 
 
-PAGES_FOR_USERS = (
-    *("quickstart", "configuration", "compatibility", "checkpoints", "planning"),
-    *("troubleshooting", "monitoring", "api", "style"),
-)
-
-
-def test_the_pages_for_users_stay_short() -> None:
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in PAGES_FOR_USERS)]
-    # Samples of output explain themselves.
-    texts = [re.sub(r"```text\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages]
-    words = [len(GENERATED.sub("", text).split()) for text in texts]
-    assert words[0] <= 800
-    assert sum(words) <= 7500
+def test_the_documents_stay_short() -> None:
+    pages = ["README.md", *(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").rglob("*.md"))]
+    assert len(read("README.md").split()) <= 800
+    assert sum(len(re.findall(r"\S*\w\S*", read(page))) for page in pages) <= 15_000
 
 
 def table_rows(page: str) -> list[list[str]]:
-    """Return the cells of each row of the tables on ``page``."""
-    lines = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()
+    lines = read(page).splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
@@ -155,19 +121,17 @@ def test_the_readme_repeats_the_predicted_sizes() -> None:
     assert set(shown) <= sizes
 
 
+QUOTED = re.compile(r"\.\.\.|: |, found .*| s so far. ")
+"""The places at which a quoted message continues with a value, or with another part of the message."""
+
+
 def test_troubleshooting_quotes_messages_that_exist() -> None:
-    page = (REPOSITORY / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    quotes = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    # Messages are composed of a key, a rule and a value.
+    quotes = re.findall(r"^```text\n(.*?)^```", read("docs/troubleshooting.md"), re.DOTALL | re.MULTILINE)
     parts = {part.strip() for quote in quotes for line in quote.splitlines() for part in QUOTED.split(line)}
     modules = [path for name in ("deep_opt_states", "perf_model") for path in (REPOSITORY / name).rglob("*.py")]
     messages = "\n".join(map(texts_of, modules))
     assert len(quotes) == 10
     assert not [part for part in parts if part not in messages]
-
-
-QUOTED = re.compile(r"\.\.\.|: |, found .*| s so far. ")
-"""The places at which a quoted message continues with a value, or with another part of the message."""
 
 
 def texts_of(path: Path) -> str:
@@ -180,3 +144,152 @@ def texts_of(path: Path) -> str:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             lines.append(node.value)
     return "\n".join(lines)
+
+
+# The fragments that docs/upstream.md quotes of the output of each script.
+PRINTED = {row[0].strip("`"): re.findall("`(.+?)`", row[2]) for row in table_rows("docs/upstream.md")[2:]}
+TWO_RANKS = ("latest_too_early.py", "gather_stream.py", "lost_rank.py")
+
+
+def test_every_upstream_script_is_short_and_in_its_document_with_its_output() -> None:
+    scripts = sorted((REPOSITORY / "docs" / "upstream").glob("*.py"))
+    assert [script.name for script in scripts] == sorted(PRINTED)
+    assert all(PRINTED.values()), PRINTED
+    assert max(len(script.read_text().splitlines()) for script in scripts) <= 40
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_an_upstream_script_prints_what_the_document_states_without_the_plugin(name: str, tmp_path: Path) -> None:
+    stated = re.compile(".*".join(map(re.escape, PRINTED[name])), re.DOTALL)
+    # The launcher of DeepSpeed also sets the number of nodes, and the same port in every run.
+    port = free_port()
+    variables = {"CROSS_RANK": "0", "CROSS_SIZE": "1", "TMPDIR": str(tmp_path), "MASTER_PORT": str(port)}
+    # Both ranks of this script know its folder. A second run must not read what the first one has left.
+    for _ in range(2 if name == "latest_too_early.py" else 1):
+        script = [str(REPOSITORY / "docs" / "upstream" / name)]
+        outputs = [done.output for done in run_ranks(2 if name in TWO_RANKS else 1, script, 300, **variables)]
+        remove_shared_memory(port)
+        assert any(stated.search(output) for output in outputs), outputs
+        assert not any("[deep_opt_states]" in output for output in outputs)
+
+
+ACCEPTED = '''
+"""Copy states between the host and the accelerator."""
+
+
+class Slot:
+    """A slot, as in ``tell(what)`` and "what is told", on the accelerator."""
+
+    numel: int
+    """The number of elements, which ``narrow`` may reduce."""
+
+    def narrow(self, numel: int) -> None:
+        """Return the first ``numel`` elements. Raise ``ValueError`` if there are fewer."""
+        # The copy stream waits for the event: the kernel may still read the slot.
+'''
+PAGE = "# Title\n\nThe plan `tells` nothing.\n\n    tell\n\n```\ntold\n```\n"
+
+
+def lint(path: Path, source: str) -> int:
+    path.write_text(source)
+    return lint_prose.main([str(path)])
+
+
+def test_plain_english_and_quoted_code_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint(tmp_path / "module.py", ACCEPTED) == 0
+    assert "1 function docstrings: 100% begin with a verb" in capsys.readouterr().out
+    assert lint(tmp_path / "page.md", PAGE) == 0
+    assert lint(tmp_path / "page.md", f"{PAGE}The log tells it.\n") == 1
+    assert "page.md:10: the word 'tells'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("now", "instead", "finding"),
+    [
+        ("Return the first", "By the first", "begins with 'By'"),
+        ("Return the first", "Order of the first", "no imperative verb"),
+        ("A slot, as", "What a slot is, as", "begins with 'What'"),
+        ("The number of elements", "Of elements", "begins with 'Of'"),
+        ("Copy states", "Of states", "begins with 'Of'"),
+        ("numel: int) ->", "its: int) ->", "identifier 'its'"),
+        ("def narrow", "def of", "identifier 'of'"),
+        ("    numel: int\n", "    told: int\n", "identifier 'told'"),
+        ("The copy stream waits for", "The copy stream hears of", "the word 'hears'"),
+        ("waits for the event", "knows what is done, what is not and what comes", "more than 1 'what'"),
+    ],
+)
+def test_each_kind_of_dialect_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], now: str, instead: str, finding: str
+) -> None:
+    assert now in ACCEPTED
+    assert lint(tmp_path / "module.py", ACCEPTED.replace(now, instead)) == 1
+    assert finding in capsys.readouterr().out
+
+
+SETUP = ConfigParser()
+SETUP.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+NEEDED = [line for line in SETUP["options"]["install_requires"].splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("package", "tried", "older"), [("deepspeed", TESTED_DEEPSPEED, "0.17.5"), ("torch", TRIED_TORCH, "2.9.1")]
+)
+def test_pip_accepts_every_release_that_was_tried(package: str, tried: tuple[str, ...], older: str) -> None:
+    (requirement,) = (Requirement(line) for line in NEEDED if line.startswith(f"{package}>"))
+    assert all(requirement.specifier.contains(version) for version in tried)
+    assert not requirement.specifier.contains(older)
+
+
+def test_the_entry_points_are_installed() -> None:
+    (autoload,) = entry_points(group="torch.backends", name="deep_opt_states")
+    assert autoload.value == "deep_opt_states.activation:activate"
+    (command,) = entry_points(group="console_scripts", name="deep-opt-states")
+    assert command.value == "deep_opt_states.cli.main:main"
+
+
+def test_the_metadata_name_the_author_the_license_and_the_versions_of_python_that_a_release_was_tried_with() -> None:
+    metadata = SETUP["metadata"]
+    assert all(metadata[key] for key in ("author", "description", "keywords", "license", "license_files"))
+    named = re.findall(r"Python :: (3\.\d+)$", metadata["classifiers"], re.MULTILINE)
+    assert named == ["3.10", "3.11", "3.12", "3.13"]
+    assert SETUP["options"]["python_requires"] == ">=3.10"
+    tried = {version.rpartition(".")[0] for version in read_results()["python"]}
+    # Between two releases, the distributions of the next one cannot have been tried with all interpreters yet.
+    unreleased = next(iter(changelog().values()))
+    assert tried <= set(named) if unreleased else tried == set(named), "run make release-check"
+
+
+def changelog() -> dict[str, str]:
+    """Return the text of each section of the changelog, by its version. The first one is not released yet."""
+    _, *found = re.split(r"^## \[(.+?)\].*$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
+    return {heading: text.strip() for heading, text in zip(found[::2], found[1::2], strict=True)}
+
+
+def test_the_changelog_has_this_version_and_a_section_for_the_next_one() -> None:
+    following, present = list(changelog())[:2]
+    assert Version(following) > Version(present) == Version(__version__)
+
+
+def test_the_extra_of_the_examples_has_what_they_import() -> None:
+    nodes = [
+        node
+        for path in (REPOSITORY / "examples").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    ]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    imported = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    own = {path.stem for path in (REPOSITORY / "examples").iterdir()} | {"deep_opt_states", "perf_model"}
+    extra = set(SETUP["options.extras_require"]["examples"].split())
+    assert imported - own - {Requirement(line).name for line in NEEDED} == extra
+    assert extra <= set(SETUP["options.extras_require"]["test"].split())
+
+
+def test_the_chart_library_is_packaged_with_its_licence_and_in_the_stated_version() -> None:
+    vendor = REPOSITORY / "deep_opt_states" / "report" / "vendor"
+    (stated,) = re.findall(r"^# uPlot (\S+)$", (vendor / "README.md").read_text(), re.MULTILINE)
+    assert f"uPlot (v{stated})" in (vendor / "uPlot.iife.min.js").read_text()[:100]
+    assert "MIT" in (vendor / "LICENSE").read_text()
+    assert "deep_opt_states/report/vendor/LICENSE" in SETUP["metadata"]["license_files"].split()
+    assert {"report/page.js", "report/vendor/*"} <= set(SETUP["options.package_data"]["deep_opt_states"].split())

@@ -1,149 +1,185 @@
-"""Check how ranks are started: the ports of their rendezvous, and which ranks are forked."""
+"""Check the apparatus: a forked rank is as a fresh one, and the searches for races and leaks find a fault."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests import conftest, launch
-from tests.fork_server import ForkedProcess
-from tests.launch import free_port, is_running, run_ranks, shared_buffers
+from tests import stress
+from tests.fork_server import import_all
+from tests.launch import answer, is_running, run_ranks
+from tests.ranks import on_ranks, once, ranks
+from tests.zero.parity.random_case import SIMPLER
 
-RANKS = "tests.launched_ranks"
-
-
-def test_no_two_workers_share_a_port_with_each_other_or_with_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
-    remainders: list[int] = []
-    for worker in range(3):
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
-        ports = {free_port() for _ in range(50)}
-        assert max(ports) < 32_768
-        (remainder,) = {port % 3 for port in ports}
-        remainders.append(remainder)
-    assert len(set(remainders)) == 3, "ports with different remainders are different"
+RANKS = ["-m", "tests.test_launch"]
 
 
-def test_a_port_that_is_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = free_port()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1], free])
-        assert free_port() == free
+def describe() -> dict[str, Any]:
+    """Return everything that a rank may depend on."""
+    forked = "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
+    import_all()
+    return {
+        "forked": forked,
+        "random": [random.random(), torch.rand(()).item()],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "leads a session": os.getsid(0) == os.getpid(),
+        "threads": [len(threading.enumerate()), torch.get_num_threads(), torch.get_num_interop_threads()],
+        "signals": [str(signal.getsignal(name)) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "defaults": [str(torch.get_default_dtype()), torch.is_grad_enabled(), dist.is_initialized()],
+    }
 
 
-def test_the_end_of_a_session_keeps_the_buffer_of_a_rank_that_runs() -> None:
-    """Check that a rank of another session can still open it: without the buffer, DeepSpeed waits without limit."""
-    buffer = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{free_port()}_0")
-    session: Any = SimpleNamespace(config=object(), stash={conftest.BUFFERS_BEFORE: shared_buffers()})
-    program = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", program, str(buffer)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "open\n"
-        conftest.pytest_sessionfinish(session)
-        assert buffer.exists()
-        rank.communicate()
-    session.stash[conftest.BUFFERS_BEFORE] = shared_buffers() - {buffer}
-    conftest.pytest_sessionfinish(session)
-    assert not buffer.exists()
-
-
-def test_a_forked_rank_has_the_environment_arguments_and_threads_of_a_fresh_rank(tmp_path: Path) -> None:
-    arguments = ["-m", RANKS, "describe", "a b", ""]
-    forked = run_ranks(2, arguments, timeout_s=200, XDG_CACHE_HOME=str(tmp_path))
-    fresh = run_ranks(2, arguments, timeout_s=200, XDG_CACHE_HOME=str(tmp_path), fresh=True)
-    for rank, (ours, reference) in enumerate(zip(forked, fresh, strict=True)):
-        assert (ours.returncode, reference.returncode) == (0, 0), ours.output + reference.output
-        (found,), (expected,) = ours.answers(), reference.answers()
-        assert found.pop("forked")
-        assert not expected.pop("forked")
-        # Each call of run_ranks has its own port.
-        assert found["environment"].pop("MASTER_PORT") != expected["environment"].pop("MASTER_PORT")
-        assert found == expected
-        assert found["environment"]["RANK"] == str(rank)
-        assert found["environment"]["XDG_CACHE_HOME"] == str(tmp_path)
-
-
-def test_forked_ranks_draw_different_numbers() -> None:
-    drawn = [finished.answers()[0] for finished in run_ranks(3, ["-m", RANKS, "draw"], timeout_s=60)]
-    for library in ("random", "numpy", "torch"):
-        assert len({numbers[library] for numbers in drawn}) == 3, library
+def test_a_forked_rank_has_the_environment_and_threads_of_a_fresh_rank_and_its_own_random_numbers(
+    tmp_path: Path,
+) -> None:
+    forked, other = on_ranks(2, describe, group=nullcontext, XDG_CACHE_HOME=str(tmp_path))
+    # A variable that imports read needs a fresh interpreter, too.
+    (fresh,) = on_ranks(1, describe, group=nullcontext, XDG_CACHE_HOME=str(tmp_path), SET_BY_A_TEST="1", WORLD_SIZE="2")
+    assert (forked.pop("forked"), fresh.pop("forked")) == (True, False)
+    assert len({*forked.pop("random"), *other["random"], *fresh.pop("random")}) == 6
+    # Each call of run_ranks has its own port.
+    for name in ("MASTER_PORT", "LOCAL_SIZE"):
+        assert forked["environment"].pop(name) != fresh["environment"].pop(name)
+    assert fresh["environment"].pop("SET_BY_A_TEST") == "1"
+    assert forked == fresh
+    assert (other["environment"]["RANK"], other["environment"]["XDG_CACHE_HOME"]) == ("1", str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "written"),
+    ("way", "code"), [("exit", 7), ("raise", 1), ("kill", -signal.SIGKILL), ("hang", -signal.SIGKILL)]
+)
+def test_the_end_of_a_forked_rank_is_reported_and_at_its_timeout_it_is_killed_with_its_children(
+    way: str, code: int
+) -> None:
+    (finished,) = run_ranks(1, [*RANKS, way], timeout_s=5)
+    assert finished.returncode == code
+    assert "written to stderr" in finished.output
+    assert ("ValueError: on purpose" in finished.output) == (way == "raise")
+    (children,) = finished.answers()
+    assert not any(map(is_running, children))
+
+
+def main(way: str) -> None:
+    """Start children if this rank shall hang, one of them in another session, and end in this way."""
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    other_sessions = (False, True) if way == "hang" else ()
+    answer([subprocess.Popen(command, start_new_session=other).pid for other in other_sessions])
+    print("written to stderr", file=sys.stderr, flush=True)
+    if way == "exit":
+        sys.exit(7)
+    if way == "raise":
+        raise ValueError("on purpose")
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("text", ["given"])
+@ranks(1, 2)
+def test_a_body_runs_in_a_group_of_ranks_with_the_parameters_of_the_test(text: str, tmp_path: Path) -> None:
+    assert text == "given"
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+
+
+def fail_on_rank_1(numbers: list[int]) -> None:
+    rank = int(os.environ["RANK"])
+    assert numbers[rank] == 10
+
+
+def test_a_failure_names_the_rank_and_the_values_of_the_assertion_for_all_tests_that_share_the_ranks() -> None:
+    calls: list[int] = []
+
+    @once
+    def started(world_size: int) -> None:
+        calls.append(world_size)
+        on_ranks(world_size, fail_on_rank_1, [10, 11], group=nullcontext)
+
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 ended with 1:[^$]*assert 11 == 10") as caught:
+            started(2)
+        assert "rank 0" not in str(caught.value)
+    assert calls == [2]
+
+
+FAULTY = """
+from hypothesis import given, note
+from tests.model.strategies import schedules
+
+@given(schedules())
+def test_claims_that_nothing_is_ever_flushed(drawn):
+    note(f"{drawn[0]}")
+    assert "FLUSH_STATES" not in str(drawn[0])
+"""
+
+
+def test_a_failure_is_printed_with_its_seed_and_the_shrunk_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = tmp_path / "test_faulty.py"
+    faulty.write_text(FAULTY)
+    monkeypatch.setattr(stress, "SCHEDULE_TESTS", [faulty])
+    monkeypatch.setattr(stress, "SEARCHES", (stress.schedules,))
+    assert stress.main(["--seed", "17", "--minutes", "5"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: schedules with seed 17. Repeat with: make stress SEED=17 MINUTES=0" in printed
+    shrunk = printed[printed.index("schedule slots") :].splitlines()[1:4]
+    actions = [line.split("E ")[-1].strip().split(" slot")[0] for line in shrunk]
+    assert actions == ["PREFETCH 0", "GPU_STEP 0", "FLUSH_STATES 0"]
+
+
+def test_a_failing_case_of_the_engine_is_shrunk_to_the_settings_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that case 139, which fails with accumulation and two groups only, keeps these and loses everything else."""
+    needed = {"no_accumulation", "one_group"}
+
+    def run_under_race_check(world_size: int, cases: list[str]) -> str | None:
+        bad = [case for case in cases if case.startswith("139") and not needed & set(case.split(","))]
+        return f"{world_size} ranks, {bad}" if bad else None
+
+    monkeypatch.setattr(stress, "run_under_race_check", run_under_race_check)
+    smallest = ",".join(["139", *(name for name in SIMPLER if name not in needed)])
+    found = stress.engine(17)
+    assert found == f"3 ranks, ['{smallest}']\n3 ranks: python -m tests.software_gpu.races.race_ranks {smallest}"
+
+
+@pytest.mark.P6
+@pytest.mark.parametrize(
+    ("steps", "leak", "grows"),
     [
-        ("return", 0, "exit callback"),
-        ("exit 7", 7, "exit callback"),
-        ("raise", 1, "ValueError: raised on purpose"),
-        ("kill", -signal.SIGKILL, ""),
-        ("_exit 3", 3, ""),
+        (160, "none", set()),
+        (160, "every", {"accelerator memory, bytes", "tensors", "open files", "temporary files"}),
+        pytest.param(4_000, "none", set(), marks=pytest.mark.thorough),
+        # Host memory grows only in thousands of steps by more than the allocator's own.
+        pytest.param(4_000, "host", {"host memory, bytes"}, marks=pytest.mark.thorough),
     ],
 )
-def test_the_end_of_a_forked_rank_is_reported(ending: str, code: int, written: str) -> None:
-    (finished,) = run_ranks(1, ["-m", RANKS, *ending.split()], timeout_s=60)
-    assert finished.returncode == code
-    assert written in finished.output
-    assert "written to stdout" in finished.output
-    assert "written to stderr" in finished.output
+def test_training_keeps_no_memory_and_no_files_unless_something_leaks(steps: int, leak: str, grows: set[str]) -> None:
+    """Train while units move, steps are skipped, and the model is evaluated, saved and loaded; the seed is 1."""
+    script = ["-m", "tests.software_gpu.training.endurance_ranks", "1", str(steps), leak]
+    (finished,) = run_ranks(1, script, timeout_s=300 + 2 * steps)
+    assert finished.returncode == 0, finished.output[-4000:]
+    (found,) = finished.answers()
+    assert found["steps"] == steps
+    if steps < 4_000:
+        assert set(found["grown"]) == grows, found["growth"]
+    else:
+        assert ("host memory, bytes" in found["grown"]) == bool(grows), found["growth"]
 
 
-def test_forked_ranks_that_outlive_the_timeout_are_killed_with_their_children() -> None:
-    ranks = run_ranks(2, ["-m", RANKS, "hang"], timeout_s=3)
-    for finished in ranks:
-        assert finished.returncode == -signal.SIGKILL
-        (children,) = finished.answers()
-        assert not any(map(is_running, children))
-
-
-def test_forked_ranks_are_killed_if_the_wait_for_them_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-
-    def interrupted(process: ForkedProcess) -> None:
-        started.append(process.pid)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ForkedProcess, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(1, ["-m", RANKS, "hang"], timeout_s=60)
-    (pid,) = started
-    while is_running(pid):
-        time.sleep(0.01)
-
-
-def test_a_module_is_forked_unless_it_must_be_fresh_or_a_variable_is_read_by_imports(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Check, too, that no library has set another variable in this process: it would prevent all forks."""
-
-    def are_forked(*arguments: str, fresh: bool = False, **changes: str) -> bool:
-        (finished,) = run_ranks(1, list(arguments), timeout_s=60, fresh=fresh, **changes)
-        assert finished.returncode == 0, finished.output
-        forked: bool = finished.answers()[0]
-        return forked
-
-    assert are_forked("-m", RANKS, "forked")
-    assert not are_forked("-m", RANKS, "forked", fresh=True)
-    assert not are_forked("-m", RANKS, "forked", OMP_NUM_THREADS="2")
-    assert not are_forked(RANKS.replace(".", os.sep) + ".py", "forked")
-    monkeypatch.setenv("SET_BY_A_TEST", "1")
-    assert not are_forked("-m", RANKS, "forked")
-
-
-def test_a_fork_server_that_has_ended_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = {**launch.environment(), "PYTHONPATH": str(tmp_path)}
-    server = launch.ForkServer(broken, str(tmp_path))
-    with pytest.raises((RuntimeError, OSError)):
-        server.fork(RANKS, [], broken)
-    server.close()
+if __name__ == "__main__":
+    main(sys.argv[1])

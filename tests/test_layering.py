@@ -9,212 +9,75 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.launch import REPOSITORY
 
 PACKAGES = ("perf_model", "deep_opt_states")
 
-MAY_IMPORT: dict[str, set[str]] = {
-    "perf_model": set(),
-    "perf_model.units": set(),
-    "perf_model.json_input": set(),
-    "perf_model.schedule": {"perf_model.json_input", "perf_model.units"},
-    "perf_model.prediction": {"perf_model.json_input", "perf_model.schedule", "perf_model.units"},
-    "perf_model.planner": {"perf_model.prediction", "perf_model.schedule"},
-    "perf_model.plan_request": {
-        "perf_model.planner",
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.units",
-    },
-    "perf_model.training_run": {
-        "perf_model.json_input",
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.plan_request",
-        "perf_model.units",
-    },
-    "perf_model.cluster": {
-        "perf_model.prediction",
-        "perf_model.presets",
-        "perf_model.training_run",
-    },
-    "perf_model.presets": {
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.training_run",
-        "perf_model.units",
-    },
-    "perf_model.cli": {
-        "perf_model.cluster",
-        "perf_model.json_input",
-        "perf_model.prediction",
-        "perf_model.presets",
-        "perf_model.schedule",
-        "perf_model.planner",
-        "perf_model.training_run",
-        "perf_model.units",
-    },
-    "perf_model.__main__": {"perf_model.cli"},
-    "deep_opt_states": {"deep_opt_states.activation", "deep_opt_states.names"},
-    "deep_opt_states.activation": {
-        "deep_opt_states.config",
-        "deep_opt_states.log",
-        "deep_opt_states.names",
-        "deep_opt_states.zero.enabled",
-        "deep_opt_states.zero.plugin",
-        "deep_opt_states.zero.start",
-    },
-    "deep_opt_states.names": set(),
-    "deep_opt_states.accelerate_hook": {
-        "deep_opt_states.activation",
-        "deep_opt_states.names",
-        "deep_opt_states.zero.enabled",
-        "deep_opt_states.zero.start",
-    },
-    "deep_opt_states.log": set(),
-    "deep_opt_states.waiting": {"deep_opt_states.log"},
-    "deep_opt_states.config": {
-        "deep_opt_states.names",
-        "perf_model.json_input",
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.units",
-    },
-    "deep_opt_states.host": {"deep_opt_states.config", "deep_opt_states.names"},
-    "deep_opt_states.device": set(),
-    "deep_opt_states.runtime": {"deep_opt_states.device", "perf_model.prediction", "perf_model.schedule"},
-    "deep_opt_states.files": set(),
-    "deep_opt_states.sharing": {"deep_opt_states.files", "perf_model.json_input"},
-    "deep_opt_states.report": {
-        "deep_opt_states.files",
-        "deep_opt_states.log",
-        "perf_model.json_input",
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.units",
-    },
-    "deep_opt_states.profiler": {
-        "deep_opt_states.device",
-        "deep_opt_states.files",
-        "deep_opt_states.host",
-        "deep_opt_states.waiting",
-        "perf_model.prediction",
-        "perf_model.schedule",
-    },
-    "deep_opt_states.zero": set(),
-    "deep_opt_states.zero.internals": {
-        "deep_opt_states.log",
-        "deep_opt_states.names",
-        "deep_opt_states.runtime",
-        "deep_opt_states.waiting",
-        "perf_model.schedule",
-    },
-    "deep_opt_states.zero.step": {
-        "deep_opt_states.device",
-        "deep_opt_states.log",
-        "deep_opt_states.names",
-        "deep_opt_states.runtime",
-        "deep_opt_states.zero.internals",
-        "perf_model.plan_request",
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.units",
-    },
-    "deep_opt_states.zero.start": {
-        "deep_opt_states.config",
-        "deep_opt_states.device",
-        "deep_opt_states.host",
-        "deep_opt_states.log",
-        "deep_opt_states.names",
-        "deep_opt_states.profiler",
-        "deep_opt_states.report",
-        "deep_opt_states.runtime",
-        "deep_opt_states.waiting",
-        "deep_opt_states.zero.internals",
-        "deep_opt_states.zero.step",
-        "perf_model.plan_request",
-        "perf_model.planner",
-        "perf_model.prediction",
-        "perf_model.schedule",
-        "perf_model.units",
-    },
-    "deep_opt_states.zero.assigned_states": {
-        "deep_opt_states.runtime",
-        "deep_opt_states.zero.checkpoint_contents",
-        "perf_model.schedule",
-    },
-    "deep_opt_states.zero.guarded_states": {
-        "deep_opt_states.log",
-        "deep_opt_states.zero.assigned_states",
-        "deep_opt_states.zero.checkpoint_contents",
-        "deep_opt_states.zero.checkpoint_saving",
-        "deep_opt_states.zero.internals",
-        "deep_opt_states.zero.start",
-        "deep_opt_states.zero.step",
-    },
-    "deep_opt_states.zero.stage3": {
-        "deep_opt_states.config",
-        "deep_opt_states.device",
-        "deep_opt_states.report",
-        "deep_opt_states.runtime",
-        "deep_opt_states.zero.assigned_states",
-        "deep_opt_states.zero.guarded_states",
-        "deep_opt_states.zero.internals",
-        "deep_opt_states.zero.start",
-        "deep_opt_states.zero.step",
-        "perf_model.prediction",
-        "perf_model.schedule",
-    },
-    "deep_opt_states.zero.checkpoint_contents": {"deep_opt_states.zero.internals"},
-    "deep_opt_states.zero.checkpoint_saving": {"deep_opt_states.zero.internals", "perf_model.units"},
-    "deep_opt_states.zero.checkpoint_check": {
-        "deep_opt_states.zero.checkpoint_contents",
-        "deep_opt_states.zero.internals",
-    },
-    "deep_opt_states.zero.enabled": {
-        "deep_opt_states.config",
-        "deep_opt_states.log",
-        "deep_opt_states.names",
-    },
-    "deep_opt_states.zero.plugin": {
-        "deep_opt_states.config",
-        "deep_opt_states.log",
-        "deep_opt_states.names",
-        "deep_opt_states.zero.checkpoint_check",
-        "deep_opt_states.zero.checkpoint_saving",
-        "deep_opt_states.zero.enabled",
-        "deep_opt_states.zero.internals",
-        "deep_opt_states.zero.stage3",
-        "deep_opt_states.zero.start",
-        "deep_opt_states.zero.step",
-    },
-    "deep_opt_states.doctor": {
-        "deep_opt_states.activation",
-        "deep_opt_states.device",
-        "deep_opt_states.host",
-        "deep_opt_states.names",
-        "deep_opt_states.waiting",
-        "deep_opt_states.zero.internals",
-        "perf_model.prediction",
-        "perf_model.units",
-    },
-    "deep_opt_states.cli": {
-        "deep_opt_states.config",
-        "deep_opt_states.doctor",
-        "deep_opt_states.files",
-        "deep_opt_states.names",
-        "deep_opt_states.profiler",
-        "deep_opt_states.report",
-        "deep_opt_states.sharing",
-        "deep_opt_states.zero.start",
-        "perf_model.cli",
-        "perf_model.prediction",
-        "perf_model.training_run",
-    },
-}
-"""The packages that each package may import. A package may always import itself."""
+OF_PERF_MODEL = """
+.:
+units:
+json_input:
+schedule: json_input units
+prediction: json_input schedule units
+planner: prediction schedule
+plan_request: planner prediction schedule units
+training_run: json_input plan_request prediction schedule units
+cluster: prediction presets training_run
+presets: prediction schedule training_run units
+cli: cluster json_input planner prediction presets schedule training_run units
+__main__: cli
+"""
+"""The packages of ``perf_model`` that each of its packages may import, without ``perf_model.``; "." is the package."""
+
+OF_DEEP_OPT_STATES = """
+.: activation names
+activation: config log names zero.enabled zero.plugin zero.start
+names:
+accelerate_hook: activation names zero.enabled zero.start
+log:
+waiting: log
+config: names model.json_input model.prediction model.schedule model.units
+host: config names
+device:
+runtime: device model.prediction model.schedule
+files:
+sharing: files model.json_input
+report: files log model.json_input model.prediction model.schedule model.units
+profiler: device files host waiting model.prediction model.schedule
+zero:
+zero.internals: log names runtime waiting model.schedule
+zero.step: device log names runtime zero.internals model.plan_request model.prediction model.schedule model.units
+zero.start: config device host log names profiler report runtime waiting zero.internals zero.step model.plan_request
+    model.planner model.prediction model.schedule model.units
+zero.assigned_states: runtime zero.checkpoint_contents model.schedule
+zero.guarded_states: log zero.assigned_states zero.checkpoint_contents zero.checkpoint_saving zero.internals
+    zero.start zero.step
+zero.stage3: config device report runtime zero.assigned_states zero.guarded_states zero.internals zero.start
+    zero.step model.prediction model.schedule
+zero.checkpoint_contents: zero.internals
+zero.checkpoint_saving: zero.internals model.units
+zero.checkpoint_check: zero.checkpoint_contents zero.internals
+zero.enabled: config log names
+zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.enabled zero.internals zero.stage3
+    zero.start zero.step
+doctor: activation device host names waiting zero.internals model.prediction model.units
+cli: config doctor files names profiler report sharing zero.start model.cli model.prediction model.training_run
+"""
+"""The same for ``deep_opt_states``; ``model`` is ``perf_model``."""
+
+
+def allowed_imports(package: str, table: str) -> dict[str, set[str]]:
+    """Return the packages that each package of the table may import. A package may always import itself."""
+
+    def full_name(name: str) -> str:
+        head, _, tail = name.partition(".")
+        return f"perf_model.{tail}" if head == "model" else f"{package}.{name}".rstrip(".")
+
+    rows = [row.partition(":") for row in table.strip().replace("\n    ", " ").splitlines()]
+    return {full_name(name): set(map(full_name, allowed.split())) for name, _, allowed in rows}
+
+
+MAY_IMPORT = allowed_imports("perf_model", OF_PERF_MODEL) | allowed_imports("deep_opt_states", OF_DEEP_OPT_STATES)
 
 THIRD_PARTY: dict[str, set[str]] = {
     "perf_model": {"matplotlib", "rich"},
@@ -248,16 +111,7 @@ def package_of(module: str) -> str:
     return ".".join(parts[:3] if parts[:2] == ["deep_opt_states", "zero"] else parts[:2])
 
 
-def modules() -> list[tuple[str, Path]]:
-    found = []
-    for package in PACKAGES:
-        for path in sorted((REPOSITORY / package).rglob("*.py")):
-            parts = path.relative_to(REPOSITORY).with_suffix("").parts
-            found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
-    return found
-
-
-def imports(path: Path) -> set[str]:
+def imports_of(path: Path) -> set[str]:
     """Return all modules that the file imports, including imports in functions. Relative imports are not allowed."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -273,20 +127,29 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=[module for module, _ in modules()])
-def test_a_module_imports_only_packages_that_its_package_may_import(module: str, path: Path) -> None:
-    package = package_of(module)
-    for name in imports(path):
-        if name.split(".")[0] in PACKAGES:
-            assert package_of(name) in MAY_IMPORT[package] | {package}, f"{module} imports {name}"
-        elif name.split(".")[0] not in sys.stdlib_module_names:
-            assert name.split(".")[0] in third_party(package), f"{module} imports {name}"
+def name_of(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+IMPORTS = {name_of(path): imports_of(path) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
+"""All that each module imports."""
+
+
+def test_a_module_imports_only_packages_that_its_package_may_import() -> None:
+    for module, names in IMPORTS.items():
+        package = package_of(module)
+        for name in names:
+            if name.split(".")[0] in PACKAGES:
+                assert package_of(name) in MAY_IMPORT[package] | {package}, f"{module} imports {name}"
+            elif name.split(".")[0] not in sys.stdlib_module_names:
+                assert name.split(".")[0] in third_party(package), f"{module} imports {name}"
 
 
 def test_every_package_uses_all_that_it_may_import() -> None:
     used: dict[str, set[str]] = collections.defaultdict(set)
-    for module, path in modules():
-        for name in imports(path):
+    for module, names in IMPORTS.items():
+        for name in names:
             ours = name.split(".")[0] in PACKAGES
             used[package_of(module)].add(package_of(name) if ours else name.split(".")[0])
     assert {package: found for package, allowed in MAY_IMPORT.items() if (found := allowed - used[package])} == {}
@@ -295,34 +158,21 @@ def test_every_package_uses_all_that_it_may_import() -> None:
         assert allowed - set().union(*inside) == set(), outer
 
 
-def test_in_device_only_the_kernels_import_deepspeed() -> None:
-    for module, path in modules():
-        if package_of(module) == "deep_opt_states.device" and ".kernels" not in module:
-            assert not {name for name in imports(path) if name.startswith("deepspeed")}, module
+def test_one_place_imports_deepspeed_triton_torch_or_starts_programs() -> None:
+    def importers(*packages: str, inside: str = "") -> set[str]:
+        roots = {module: {name.split(".")[0] for name in names} for module, names in IMPORTS.items()}
+        return {module for module, names in roots.items() if module.startswith(inside) and names & {*packages}}
 
-
-def test_only_the_triton_kernels_import_triton() -> None:
-    found = {name for name, path in modules() if any(imported.split(".")[0] == "triton" for imported in imports(path))}
-    assert found == {
-        "deep_opt_states.device.kernels.triton_kernel",
-    }
-
-
-def test_only_the_model_of_a_config_needs_torch_in_perf_model() -> None:
-    names = ("torch", "transformers")
-    found = {module for module, path in modules() if module.startswith("perf_model") and imports(path) & {*names}}
-    assert found == {"perf_model.training_run.hf_config"}
-
-
-def test_perf_model_starts_no_program() -> None:
-    for module, path in modules():
-        if module.startswith("perf_model"):
-            assert not imports(path) & {"subprocess", "multiprocessing"}, module
+    in_device = importers("deepspeed", inside="deep_opt_states.device")
+    assert all(module.startswith("deep_opt_states.device.kernels") for module in in_device)
+    assert importers("triton") == {"deep_opt_states.device.kernels.triton_kernel"}
+    assert importers("torch", "transformers", inside="perf_model") == {"perf_model.training_run.hf_config"}
+    assert importers("subprocess", "multiprocessing", inside="perf_model") == set()
 
 
 def test_perf_model_imports_neither_torch_nor_matplotlib_nor_deepspeed() -> None:
     # Importing __main__ would run the program.
-    names = [name for name, _ in modules() if name.startswith("perf_model") and not name.endswith("__main__")]
+    names = [name for name in IMPORTS if name.startswith("perf_model") and not name.endswith("__main__")]
     code = (
         f"import sys\nfor name in {names}: __import__(name)\n"
         "print([name for name in ('torch', 'deepspeed', 'matplotlib', 'deep_opt_states') if name in sys.modules])"
@@ -333,10 +183,8 @@ def test_perf_model_imports_neither_torch_nor_matplotlib_nor_deepspeed() -> None
 
 def test_no_module_imports_itself_through_others() -> None:
     """Check that the imports form no cycle, including the imports inside functions."""
-    graph = {module: {name for name in imports(path) if name != module} for module, path in modules()}
-    names = graph.keys()
     # An import of a package runs its __init__ only.
-    graph = {module: imported & names for module, imported in graph.items()}
+    graph = {module: (names & IMPORTS.keys()) - {module} for module, names in IMPORTS.items()}
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 

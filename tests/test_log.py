@@ -1,16 +1,29 @@
-"""Test the plugin's logger: who logs, the prefix, and that the user's configuration is obeyed."""
+"""Test the plugin's logger, and that a start says what it waits for if that takes long."""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils import cpp_extension
 
-from deep_opt_states import log
+from deep_opt_states import log, waiting
+from deep_opt_states.profiler.ranks import launched_ranks
+from deep_opt_states.zero.start.node_share import SharingRanks
+from tests.launch import free_port
+from tests.ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +41,29 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     log._logger.cache_clear()
 
 
-def log_one_of_each() -> None:
+def lines_of_each(capsys: pytest.CaptureFixture[str]) -> list[str]:
     log.info("for all")
     log.warn("a warning for all")
     log.info_this_rank("of this rank")
     log.warn_this_rank("a warning of this rank")
     log.error(ValueError("broken"))
+    return [line.removeprefix("[deep_opt_states] ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_rank_0_logs_everything_and_only_levels_above_info_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    log_one_of_each()
-    assert capsys.readouterr().out.splitlines() == [
-        "[deep_opt_states] for all",
-        "[deep_opt_states] WARNING: a warning for all",
-        "[deep_opt_states] of this rank",
-        "[deep_opt_states] WARNING: a warning of this rank",
-        "[deep_opt_states] ERROR: broken",
-        "ValueError: broken",
-    ]
+def test_rank_0_logs_everything_and_other_ranks_only_what_concerns_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["of this rank", "WARNING: a warning of this rank", "ERROR: broken", "ValueError: broken"]
+    # A handler of the root logger does not show lines twice.
+    handler = logging.StreamHandler(sys.stdout)
+    logging.getLogger().addHandler(handler)
+    try:
+        assert lines_of_each(capsys) == ["for all", "WARNING: a warning for all", *own]
+    finally:
+        logging.getLogger().removeHandler(handler)
+    monkeypatch.setenv("RANK", "3")
+    others = ["rank 3: of this rank", "WARNING: rank 3: a warning of this rank", "ERROR: rank 3: broken"]
+    assert lines_of_each(capsys) == [*others, "ValueError: broken"]
 
 
 def test_a_framework_whose_loggers_drop_the_information_of_others_keeps_our_lines(
@@ -69,19 +87,6 @@ def test_a_framework_whose_loggers_drop_the_information_of_others_keeps_our_line
     assert capsys.readouterr().out == "[deep_opt_states] for all\n"
 
 
-def test_another_rank_logs_only_what_concerns_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "3")
-    log_one_of_each()
-    assert capsys.readouterr().out.splitlines() == [
-        "[deep_opt_states] rank 3: of this rank",
-        "[deep_opt_states] WARNING: rank 3: a warning of this rank",
-        "[deep_opt_states] ERROR: rank 3: broken",
-        "ValueError: broken",
-    ]
-
-
 def test_the_rank_is_still_known_at_exit_when_there_is_no_group_any_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,22 +99,16 @@ def test_the_rank_is_still_known_at_exit_when_there_is_no_group_any_more(
     assert capsys.readouterr().out == "[deep_opt_states] WARNING: rank 2: late\n"
 
 
-def test_handlers_of_the_root_logger_do_not_show_lines_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    handler = logging.StreamHandler(sys.stdout)
-    logging.getLogger().addHandler(handler)
-    try:
-        log.warn("once")
-    finally:
-        logging.getLogger().removeHandler(handler)
-    assert capsys.readouterr().out.count("once") == 1
-
-
-def test_a_handler_of_the_user_takes_the_place_of_ours(
+def test_a_handler_and_a_level_of_the_user_take_the_place_of_ours(
     logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    logger.setLevel(logging.ERROR)
+    assert lines_of_each(capsys) == ["ERROR: broken", "ValueError: broken"]
+    log._logger.cache_clear()
     to_file = logging.StreamHandler(written := io.StringIO())
     to_file.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
-    logger.addHandler(to_file)
+    logger.handlers[:] = [to_file]
+    logger.propagate = True
     logger.setLevel(logging.INFO)
     log.info("a line with 100 %d")
     assert written.getvalue() == "deep_opt_states INFO a line with 100 %d\n"
@@ -118,7 +117,175 @@ def test_a_handler_of_the_user_takes_the_place_of_ours(
     assert logger.propagate
 
 
-def test_a_level_of_the_user_is_kept(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    logger.setLevel(logging.ERROR)
-    log_one_of_each()
-    assert capsys.readouterr().out == "[deep_opt_states] ERROR: broken\nValueError: broken\n"
+BROKEN = 'raises "rm"'
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which each line is appended, warnings after an exclamation mark."""
+    lines: list[str] = []
+    monkeypatch.setattr(log, "info_this_rank", lines.append)
+    monkeypatch.setattr(log, "warn_this_rank", lambda line: lines.append(f"! {line}"))
+    return lines
+
+
+def watch(explanation: str | None, lasts: Iterable[bool]) -> list[float]:
+    """Watch a wait that goes on at the first few times at which it is looked at, and return the pauses before."""
+    pauses, goes_on = [], iter(lasts)
+
+    def has_ended(pause_s: float) -> bool:
+        pauses.append(pause_s)
+        return not next(goes_on)
+
+    def explain() -> str | None:
+        if explanation == BROKEN:
+            raise OSError(BROKEN)
+        return explanation
+
+    waiting._watch("compiling", explain, has_ended)
+    return pauses
+
+
+def test_a_short_wait_and_a_rank_that_another_one_speaks_for_are_not_logged(lines: list[str]) -> None:
+    assert watch("why", [False]) == [20.0]
+    watch(None, [True, True, False])
+    assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("explanation", "begins", "ends"),
+    [("why", "! compiling:", " so far. why"), ("", "compiling:", " so far."), (BROKEN, "compiling:", " so far.")],
+)
+def test_a_long_wait_is_logged_ever_more_rarely_until_it_ends(
+    explanation: str, begins: str, ends: str, lines: list[str]
+) -> None:
+    assert watch(explanation, [True, True, True, False]) == [20.0, 20.0, 40.0, 80.0]
+    assert lines[:3] == [f"{begins} {waited} s{ends}" for waited in (20, 40, 80)]
+    assert lines[3].startswith("compiling: ended after ")
+    assert len(lines) == 4
+
+
+def test_a_lock_is_explained_by_the_process_that_has_it_or_by_its_age_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    lock = tmp_path / "a folder" / "lock"
+    lock.parent.mkdir()
+    with lock.open("w") as file:
+        assert waiting._explain_lock(lock) == "", "this process builds"
+        builder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=file)
+    try:
+        text = str(waiting._explain_lock(lock))
+        assert text.startswith(f"Process {builder.pid} has been building it for 0:0")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert waiting._explain_lock(lock) is None, "rank 0 of the node speaks"
+    finally:
+        builder.communicate(b"\n")
+    monkeypatch.delenv("LOCAL_RANK")
+    os.utime(lock, (0, lock.stat().st_mtime - 2 * 24 * 3600))
+    text = str(waiting._explain_lock(lock))
+    assert text.startswith(f"Its lock {lock} is 2 days, 0:00:")
+    assert "a build that was killed has left it" in text
+    assert text.endswith(f"rm '{lock}'")
+
+
+@pytest.mark.P6
+def test_whoever_loads_an_extension_is_told_of_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check PyTorch's own loader, which would wait forever: the lock is removed once the line names it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
+    monkeypatch.setitem(sys.modules, "deepspeed", sys)
+    source = tmp_path / "source.cpp"
+    source.touch()
+    lock = Path(cpp_extension._get_build_directory("an_op_of_deepspeed", False)) / "lock"
+    lock.touch()
+    warnings, ended = [], threading.Event()
+
+    def note(line: str) -> None:
+        warnings.append(line)
+        lock.unlink(missing_ok=True)
+
+    monkeypatch.setattr(log, "warn_this_rank", note)
+    monkeypatch.setattr(log, "info_this_rank", lambda line: ended.set() if "ended" in line else None)
+    with pytest.raises(ImportError):
+        cpp_extension.load("an_op_of_deepspeed", [str(source)])
+    assert warnings[0].startswith("compiling or loading the extension an_op_of_deepspeed: 0 s so far. Its lock ")
+    assert str(lock) in warnings[0]
+    assert ended.wait(timeout=60), "the watcher ends with the wait"
+
+
+@pytest.mark.parametrize("has_come", [(0, 1), (1, 2), (0, 1, 2)])
+def test_the_first_rank_that_has_come_names_the_others(
+    has_come: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    for rank in has_come:
+        store.set(waiting._key(7, rank), "here")
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(waiting, "__file__", __file__)
+    for rank in has_come:
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        text = waiting._missing_ranks(7, threading.get_ident())
+        if rank > has_come[0]:
+            assert text is None
+        else:
+            missing = ", ".join(str(rank) for rank in range(3) if rank not in has_come) or "none"
+            assert text is not None
+            assert text.endswith(f": rank {missing}.")
+
+
+@pytest.mark.P6
+def test_a_missing_rank_is_named_with_the_step_that_waits_for_it(tmp_path: Path) -> None:
+    warnings, _ = on_ranks(2, gather_once_rank_1_is_missed, tmp_path / "marker", group=nullcontext)
+    assert warnings[0].startswith("waiting for other ranks: 0 s so far. Missing in gather (node_share.py:")
+    assert warnings[0].endswith("): rank 1.")
+
+
+def gather_once_rank_1_is_missed(marker: Path) -> list[str]:
+    """Gather values of two ranks, of which rank 1 comes once rank 0 has logged that it is missing."""
+    lines: list[str] = []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        marker.touch()
+
+    waiting.FIRST_S = 0.1
+    log.warn_this_rank = note
+    with launched_ranks(os.environ) as ranks:
+        while ranks.rank == 1 and not marker.exists():
+            time.sleep(0.01)
+        SharingRanks.gather(ranks)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("rank", "here", "expected"),
+    [
+        (0, [0, 2], "Missing: rank 1. Look at its output"),
+        (2, [0, 2], None),
+        (0, [0, 1, 2], ""),
+        (1, [], "Nothing answers at 127.0.0.1:"),
+    ],
+)
+def test_a_wait_in_init_distributed_names_the_missing_ranks_once(
+    rank: int, here: list[int], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "ANNOUNCED_S", 0)
+    port = free_port()
+    for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    if here:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        for other in here:
+            store.set(waiting._key(-1, other), "here")
+    explained = waiting._missing_in_rendezvous()
+    assert explained == expected or (expected and explained and explained.startswith(expected))
+
+
+def test_init_distributed_of_deepspeed_is_watched(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.01)
+    comm = SimpleNamespace(init_distributed=lambda backend: time.sleep(0.2) or backend)
+    waiting.watch_rendezvous(comm)
+    assert comm.init_distributed("gloo") == "gloo"
+    assert "waiting for other ranks in init_distributed" in lines[0]

@@ -1,12 +1,12 @@
-"""Test the reports on updates: their content, time and place, and the comparison of prediction and measurement."""
+"""Test the reports on updates: their content and time, and the comparison of prediction and measurement."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
+from unittest import mock
 
 import pytest
 
@@ -53,7 +53,7 @@ def timeline(seconds: float) -> Timeline:
     )
 
 
-@pytest.mark.promise("P5")
+@pytest.mark.P5
 def test_actions_are_summed_by_kind_and_medians_are_compared() -> None:
     measured = [
         MeasuredUpdate.from_timeline(timeline(seconds), [PhaseSpan(Phase.EXPOSED, 0.0, exposed_s)])
@@ -65,33 +65,6 @@ def test_actions_are_summed_by_kind_and_medians_are_compared() -> None:
     assert rows["update"].error == pytest.approx(-0.25)
     assert rows["PUBLISH"] == ComparisonRow("PUBLISH", 2 * 1.5, 2 * 3.0)
     assert str(rows["PUBLISH"]) == "PUBLISH 6.00 s, predicted 3.00 s (-50%)"
-
-
-def test_less_than_a_millisecond_has_no_error() -> None:
-    assert str(ComparisonRow("CPU_STEP", 12.4e-3, 53.2e-6)) == "CPU_STEP 53.2 us, predicted 12.4 ms"
-    assert str(ComparisonRow("CPU_STEP", 53.2e-6, 12.4e-3)) == "CPU_STEP 12.4 ms, predicted 53.2 us"
-    assert str(ComparisonRow("CPU_STEP", 1e-3, 2e-3)) == "CPU_STEP 2.00 ms, predicted 1.00 ms (-50%)"
-
-
-def test_exposed_and_forward_are_compared_where_updates_overlap_with_forward() -> None:
-    def phases(backward_s: float, exposed_s: float, forward_s: float) -> list[PhaseSpan]:
-        return [
-            PhaseSpan(Phase.BACKWARD, -backward_s, 0.0),
-            PhaseSpan(Phase.EXPOSED, 0.0, 1.0),
-            PhaseSpan(Phase.FORWARD, 1.0, 1.0 + forward_s),
-            PhaseSpan(Phase.EXPOSED, 1.0 + forward_s, exposed_s + forward_s),
-        ]
-
-    measured = [
-        MeasuredUpdate.from_timeline(timeline(2.0), phases(*lengths_s))
-        for lengths_s in ((1, 5, 9), (2, 3, 6), (3, 4, 8))
-    ]
-    predicted = PredictedUpdate(
-        timeline(1.0), 7.0, (PhaseSpan(Phase.EXPOSED, 0.0, 7.0), PhaseSpan(Phase.FORWARD, 7.0, 16.0))
-    )
-    rows = {row.name: row for row in compare(predicted, measured)}
-    assert rows["update"] == ComparisonRow("update", 10.0, 20.0)
-    assert rows["exposed"] == ComparisonRow("exposed", 7.0, 4)
 
 
 PLANNED = ReportedPlan(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=Widths(param=2, grad=2))
@@ -158,17 +131,6 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
         os.close(write_end)
 
 
-@pytest.mark.parametrize(
-    ("predicted", "updates", "logged"),
-    [(None, 10, ["10 updates:"]), (1.0, 1, ["1 update:"]), (1.0, WARM_UPDATES, ["2 updates:"]), (1.0, 0, [])],
-)
-def test_nothing_is_compared_without_a_prediction_or_after_too_few_updates(
-    predicted: float | None, updates: int, logged: list[str], lines: list[str]
-) -> None:
-    report(None if predicted is None else timeline(predicted), [1.0] * updates)
-    assert lines == logged
-
-
 def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> None:
     record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], PLANNED, lambda: timeline(2.0))
     numbers = record.numbers
@@ -178,19 +140,6 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
     assert numbers.cpu_adam_s == 4.0
     assert (numbers.update_s, numbers.params_per_s) == (5.0, 40 / 5.0)
     assert numbers.hidden_s == 20.0 - 5.0
-
-
-def test_rates_count_only_the_bytes_that_are_copied() -> None:
-    in_host_memory = replace(PLANNED, widths=Widths(param=2, grad=2, publishes=False))
-    record = UpdateRecord(StepCounts(1, 8), [], in_host_memory, lambda: timeline(2.0))
-    assert record.numbers.h2d_bytes_per_s == 12 * (10 + 10) / 8.0
-    assert record.numbers.d2h_bytes_per_s == 12 * (10 + 10) / 4.0
-
-
-def test_there_is_no_rate_for_a_time_of_zero_seconds() -> None:
-    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 0.0)], PLANNED, lambda: timeline(0.0))
-    numbers = record.numbers
-    assert (numbers.h2d_bytes_per_s, numbers.d2h_bytes_per_s, numbers.params_per_s) == (None, None, None)
 
 
 def test_a_line_is_logged_every_few_steps(lines: list[str]) -> None:
@@ -249,20 +198,16 @@ def recorded(cost_s: float, stock_s: float | None, on_cpu: bool = False, acceler
     )
 
 
-def test_the_verdict_states_the_cost_and_the_lane_that_limits_the_update() -> None:
+def test_the_verdict_states_the_cost_what_limits_the_update_and_what_is_gained() -> None:
     actions = PLAN.schedule.actions
-    cpu = [Span(action, 0.0, 8.0) for action in actions if action.lane is Lane.CPU]
-    others = [Span(action, 0.0, 2.0) for action in actions if action.lane is not Lane.CPU]
-    run = replace(recorded(1.2, stock_s=None), measured=(Timeline((*cpu, *others)), ()))
+    spans = [Span(action, 0.0, 8.0 if action.lane is Lane.CPU else 2.0) for action in actions]
+    run = replace(recorded(1.2, stock_s=None, accelerator="cuda (EMULATED GPU)"), measured=(Timeline(tuple(spans)), ()))
     assert verdict(run) == (
-        "The update costs 12% of an iteration: 1.20 s of 10.0 s. "
+        "EMULATED: The update costs 12% of an iteration: 1.20 s of 10.0 s. "
         "The CPU with its memory limits the update, busy for 100% of it."
     )
     # The actions of ``timeline`` run one after another.
     assert "Nothing is busy for more than 20% of the update" in verdict(recorded(1.2, stock_s=None))
-
-
-def test_the_verdict_says_if_nothing_is_gained_and_if_all_is_as_with_stock() -> None:
     assert verdict(recorded(1.0, stock_s=3.0)).endswith("to cost at least 3.00 s: the plugin saves time.")
     no_gain = verdict(recorded(3.0, stock_s=3.0, on_cpu=True))
     assert "to cost at least 3.00 s: little or nothing is gained here. " in no_gain
@@ -270,36 +215,18 @@ def test_the_verdict_says_if_nothing_is_gained_and_if_all_is_as_with_stock() -> 
     assert verdict(replace(recorded(1.0, stock_s=None), steps=[])).startswith("No update was recorded.")
 
 
-def test_the_verdict_begins_with_emulated_if_the_accelerator_is() -> None:
-    assert verdict(recorded(1.0, stock_s=None, accelerator="cuda (EMULATED GPU)")).startswith("EMULATED: The update ")
-
-
-class FailingSink:
-    """A sink that fails at each update."""
-
-    name = "the broken sink"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        self.calls += 1
-        raise OSError("no space left")
-
-    def close(self, reporter: UpdateReporter) -> None:
-        self.calls += 1
-
-
 def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue(lines: list[str]) -> None:
-    broken = FailingSink()
+    broken = mock.Mock()
+    broken.name = "the broken sink"
+    broken.updated.side_effect = OSError("no space left")
     report(None, [1.0] * 3, [broken, ProgressLine(1)])
     message, *of_others = lines
     assert message.startswith("the broken sink: the update cannot be reported there: OSError: no space left.")
-    assert broken.calls == 1
+    assert (broken.updated.call_count, broken.close.call_count) == (1, 0)
     assert [line[:6] for line in of_others] == ["step=1", "step=2", "step=3", "3 upda"]
 
 
-@pytest.mark.promise("P5")
+@pytest.mark.P5
 @pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
 def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(
     measured_s: float, is_slow: bool, lines: list[str]
@@ -317,16 +244,4 @@ def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(
     if is_slow:
         line, _ = lines
         assert line.startswith("CPU updates run at 0.48 of the profile")
-        assert 'keep "bind_cores" enabled' in line
-        assert "deep-opt-states profile" in line
         assert line.endswith("measure a new profile: deep-opt-states profile")
-
-
-def test_a_few_slow_updates_on_the_cpu_are_not_logged(lines: list[str]) -> None:
-    plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
-    reporter = UpdateReporter(plan, [SlowCpu()], lambda: StepCounts(step=0, samples=0))
-    for number in range(4 * EVERY_UPDATES):
-        measured = timeline(50.0 if number % 3 == 0 else 1.0)
-        reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], partial(replace, measured))
-    assert lines == []
-    reporter.close()

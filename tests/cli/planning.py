@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from perf_model.__main__ import main
 
 LLAMA = {
@@ -22,10 +24,8 @@ LLAMA = {
 }
 """The config of Llama 3 8B."""
 
-
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
 """Options of ``sweep`` without the pairs."""
-
 
 PLANNING_COMMANDS = ("plan", "sweep", "cluster")
 
@@ -56,3 +56,9 @@ def planned(arguments: list[str]) -> dict[str, Any]:
     """Return the output of ``plan --json`` for these options."""
     found: dict[str, Any] = json.loads(printed_plan(*arguments))
     return found
+
+
+def words_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what ``plan`` prints, in one line."""
+    assert main(["plan", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())

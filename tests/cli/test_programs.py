@@ -1,17 +1,27 @@
-"""Test that the two programs start quickly and do the same."""
+"""Test that both programs start quickly and do the same, and the options that name a machine or a model; test sweep."""
 
 from __future__ import annotations
 
+import argparse
+import csv
+import json
 import re
 import shlex
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deep_opt_states.cli.main import main as deep_opt_states_main
+from deep_opt_states.names import __version__
 from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
+from perf_model.cli.model_option import read_model
+from perf_model.cli.screen import progress
+from perf_model.presets.machines import ALIASES, MACHINES
+from perf_model.training_run.model import ModelError
 from tests.cli.planning import PLANNING_COMMANDS, SWEEP, job
 from tests.launch import REPOSITORY
 
@@ -51,9 +61,12 @@ def test_both_programs_run_as_modules_and_list_their_commands() -> None:
 
 
 @pytest.mark.parametrize("run", [main, deep_opt_states_main])
-def test_a_program_without_a_command_prints_its_help(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_prints_its_help_without_a_command_and_its_version(run: Any, capsys: Any) -> None:
     assert run([]) == 0
     assert capsys.readouterr().out.startswith("usage: ")
+    with pytest.raises(SystemExit, match="0"):
+        run(["--version"])
+    assert capsys.readouterr().out.split()[-1] == __version__
 
 
 @pytest.mark.parametrize("command", COMMANDS_THAT_NEED_TORCH)
@@ -65,39 +78,81 @@ def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
     assert f"found '{command}'. Run: deep-opt-states {command}\n" in capsys.readouterr().err
 
 
-def without_program(text: str, program: str) -> str:
-    """Remove the texts that differ: the name of the program, the line breaks after it, and the other commands."""
-    assert f"usage: {program} " in text or "usage:" not in text
-    text = re.sub(rf"^(usage: |For all options, run: )?{re.escape(program)}", r"\1PROGRAM", text, flags=re.MULTILINE)
-    return re.sub(r"\(choose from .*\)", "", " ".join(text.split()))
+@pytest.mark.parametrize("command", ["", "plan", "cluster"])
+def test_each_planning_command_lists_the_presets(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--list"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for name, preset in MACHINES.items():
+        assert f"{name}: {preset.source}" in shown
+        assert any(line.startswith(f"{name} ") and preset.gpu in line for line in shown.splitlines())
+    assert all(f"{alias} is {name}" in shown for alias, name in ALIASES.items())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["plan", *job(unit_size=10**9)], 0),
-        (["plan", *job(unit_size=10**9), "--json"], 0),
-        (["plan", *job(gpu_memory_gb=10, unit_size=10**9)], 1),
-        (["plan", *job(world_size=0)], 2),
-        (["plan", *job(gpu_memory_gb=0)], 2),
-        (["plan", *job(), "--unknown"], 2),
-        (["sweep", *SWEEP, "--world-sizes", "8", "--micro-batches", "1", "--unit-size", "500000000"], 0),
-        (["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", "--unit-size", "500000000"], 1),
-        (["sweep", *SWEEP, "--world-sizes", "0", "--micro-batches", "1"], 2),
-        (["plan", *job(timeline="/proc/nowhere.json", unit_size=10**9)], 2),
-        (["--version"], 0),
-        *(([command, "--help"], 0) for command in PLANNING_COMMANDS),
-        (["unknown"], 2),
-    ],
-)
-def test_both_programs_do_the_same(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    results = []
-    for program, run in (("python -m perf_model", main), ("deep-opt-states", deep_opt_states_main)):
-        try:
-            exit_code = run(arguments)
-        except SystemExit as error:
-            exit_code = error.code
-        output = capsys.readouterr()
-        results.append((exit_code, *(without_program(text, program) for text in (output.out, output.err))))
-    assert results[0] == results[1]
-    assert results[0][0] == code
+SMALL = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+
+
+def options(model: str | Path) -> argparse.Namespace:
+    names = ("params", "layers", "hidden", "every", "share_layers")
+    return argparse.Namespace(model=str(model), **dict.fromkeys(names))
+
+
+def test_a_folder_and_a_name_in_the_cache_are_read_as_their_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    from_folder = read_model(options(folder))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    by_hub = read_model(options("org/tiny"))
+    assert (by_hub.name, by_hub.tensors) == ("tiny", from_folder.tensors)
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert read_model(options("org/tiny")) == by_hub
+
+
+def test_an_unknown_name_gets_near_presets_and_the_place_of_a_config() -> None:
+    with pytest.raises(ModelError) as caught:
+        read_model(options("meta-llama/Llama-3.1-8B"))
+    _, remedy = str(caught.value).splitlines()
+    assert remedy.startswith("Presets: Llama-3-8B, ")
+    assert "https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json" in remedy
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_shown_on_a_terminal_after_a_second(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("Working"):
+        pass
+    assert capsys.readouterr().err == ""
+    with progress("Working"):
+        time.sleep(1.3)
+    output = capsys.readouterr()
+    assert ("Working" in output.err) is is_terminal
+    assert output.out == ""
+
+
+def test_sweep_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sweep.csv"
+    sizes = ["--world-sizes", "1,8,16", "--micro-batches", "1,2", "--unit-size", "500000000", "--csv", str(path)]
+    assert main(["sweep", *SWEEP, *sizes]) == 0
+    shown = capsys.readouterr().out
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["world_size"], row["micro_batch"]) for row in rows] == [
+        (world, batch) for world in ("1", "8", "16") for batch in ("1", "2")
+    ]
+    for row in rows:
+        assert (row["iteration_s"] == "") == (row["why"] != "") == (row["world_size"] == "1")
+    assert float(rows[2]["tokens_per_s"]) == pytest.approx(8 * 4096 / float(rows[2]["iteration_s"]))
+    assert "1 GPUs, micro-batch 2: Nothing fits" in shown
+    assert main(["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", *sizes[4:6]]) == 1
+    capsys.readouterr()
+    assert main(["sweep", *SWEEP, *sizes[:-2], "--csv", str(tmp_path / "none" / "sweep.csv")]) == 2
+    output = capsys.readouterr()
+    assert output.out == shown, "the table is printed although the file cannot be written"
+    assert output.err.startswith("--csv: must be a file that can be written")

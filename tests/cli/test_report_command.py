@@ -1,4 +1,4 @@
-"""Test ``deep-opt-states report``: in a real browser, the page shows the run's numbers and can be read."""
+"""Test ``deep-opt-states report``: the recorded folder, and in a real browser, the numbers of the run on the page."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.model.profiles import profile
 WORKLOAD = Workload.from_numels([30_000_000] * 7 + [12_345_678])
 PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=2)
 HOSTILE = '<img src=http://example.invalid/x onerror=alert(1)> & "quoted" {{ 7 * 7 }} 💥'
+
 INFO = RunInfo(
     began="2026-01-02T03:04:05+00:00",
     world_size=4,
@@ -41,6 +42,7 @@ INFO = RunInfo(
     plan=PLAN,
     memory_bytes={"pinned": 3_210_000_000, "accelerator": 720_000_000},
 )
+
 UPDATES, EVERY = 9, 4
 FORWARD_ALONE_S = 0.03
 NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
@@ -99,7 +101,6 @@ TABLES = """[...document.querySelectorAll('table.facts')].map(table => [
     ]),
 ])"""
 
-
 CHARTS = """[...document.querySelectorAll('.chart')].map(chart => [
     chart.ariaLabel,
     [...chart.querySelectorAll('.u-legend .u-label')].map(label => label.innerText),
@@ -110,12 +111,7 @@ CHARTS = """[...document.querySelectorAll('.chart')].map(chart => [
 ])"""
 """The text and the series of each chart, and the number of colours in it."""
 
-TIMELINES = """[...document.querySelectorAll('.timeline')].map(figure => ({
-    bars: figure.querySelectorAll('svg.lanes > svg').length,
-    labels: figure.querySelectorAll('svg.lanes text[visibility=visible]').length,
-    ticks: [...figure.querySelectorAll('.axis text')].map(tick => parseFloat(tick.textContent)),
-    width: figure.querySelector('svg.lanes').getAttribute('width'),
-}))"""
+BARS = "[...document.querySelectorAll('.timeline')].map(each => each.querySelectorAll('svg.lanes > svg').length)"
 
 needs_browser = pytest.mark.skipif(
     find_browser() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
@@ -150,10 +146,8 @@ def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narro
             ["step", "memory"],
         ]
         assert all("per step" in text and colours > 10 for text, _, colours in charts)
-        measured, predicted = page.evaluate(TIMELINES)
-        assert measured["bars"] >= len(PLAN.schedule.actions)
-        assert predicted["bars"] >= len(PLAN.schedule.actions)
-        assert len(measured["ticks"]) > 1
+        measured, predicted = page.evaluate(BARS)
+        assert min(measured, predicted) >= len(PLAN.schedule.actions)
     tables: dict[str, Any] = dict(page.evaluate(TABLES))
     text = page.evaluate("document.body.innerText")
     # Frames that scroll can be reached by keyboard, and have a name.
@@ -166,119 +160,60 @@ def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narro
 
 
 @needs_browser
-def test_a_timeline_is_enlarged_by_its_buttons_and_by_the_wheel_with_ctrl(run: Path, page: Page) -> None:
+def test_a_button_enlarges_the_timeline_and_another_hands_the_trace_to_perfetto(run: Path, page: Page) -> None:
     assert main(["report", str(run)]) == 0
     page.open(run / "report.html", 1280)
-    whole, other = page.evaluate(TIMELINES)
-    page.evaluate("document.querySelector('[data-zoom=\"0.5\"]').click()")
-    enlarged, untouched = page.evaluate(TIMELINES)
-    assert (whole["width"], enlarged["width"]) == ("100%", "200%")
-    assert untouched == other
-    assert enlarged["labels"] >= whole["labels"]
-    span = whole["ticks"][-1] - whole["ticks"][0]
-    assert whole["ticks"][0] < enlarged["ticks"][0] < enlarged["ticks"][-1] < whole["ticks"][0] + span
-    page.turn_wheel(".timeline svg.view", -100, with_ctrl=True)
-    assert page.evaluate(TIMELINES)[0]["width"] == "250%"
-    page.turn_wheel(".timeline svg.view", -100, with_ctrl=False)
-    assert page.evaluate(TIMELINES)[0]["width"] == "250%", "the wheel alone scrolls the page"
-    page.evaluate("document.querySelector('[data-zoom=\"1e9\"]').click()")
-    assert page.evaluate(TIMELINES)[0] == whole
-    assert page.complaints == []
-
-
-@needs_browser
-def test_perfetto_receives_the_trace_that_the_page_offers_for_download(run: Path, page: Page) -> None:
-    assert main(["report", str(run)]) == 0
-    page.open(run / "report.html", 1280)
-    # A frame stands for the tab with Perfetto, which is not on this machine. It answers the second PING.
-    sent = page.evaluate("""new Promise(resolve => {
-        const tab = document.body.appendChild(document.createElement('iframe')).contentWindow, sent = [];
-        tab.postMessage = (message, origin) => {
-            sent.push([origin, message.perfetto ? new TextDecoder().decode(message.perfetto.buffer) : message]);
-            if (message.perfetto) resolve(sent);
-            else if (sent.length === 2) {
-                const data = {data: 'PONG', origin: 'https://ui.perfetto.dev', source: tab};
-                window.dispatchEvent(new MessageEvent('message', data));
-            }
+    width = "document.querySelector('.timeline svg.lanes').getAttribute('width')"
+    assert page.evaluate(width) == "100%"
+    page.evaluate("document.querySelector('button[data-zoom=\"0.5\"]').click()")
+    assert page.evaluate(width) == "200%"
+    # A frame stands for the tab with Perfetto, which is not on this machine. It answers the first PING.
+    trace = page.evaluate(
+        """new Promise(resolve => {
+        const tab = document.body.appendChild(document.createElement('iframe')).contentWindow;
+        tab.postMessage = message => {
+            if (message.perfetto) resolve(new TextDecoder().decode(message.perfetto.buffer));
+            else window.dispatchEvent(new MessageEvent('message', {data: 'PONG', origin: ORIGIN, source: tab}));
         };
-        window.open = address => (sent.push(['opened', address]), tab);
+        window.open = () => tab;
         document.querySelector('button.perfetto').click();
-    })""")
-    perfetto = "https://ui.perfetto.dev"
-    assert sent[:2] == [["opened", perfetto], [perfetto, "PING"]]
-    origin, trace = sent[-1]
-    assert origin == perfetto
-    written = json.loads((run / "timeline.json").read_text())
-    assert [event["name"] for event in json.loads(trace)["traceEvents"]] == [
-        event["name"] for event in written["traceEvents"]
-    ]
-    links = "[...document.querySelectorAll('a[download]')].map(link => [link.download, link.protocol])"
-    assert page.evaluate(links) == [["timeline.json", "blob:"]] * 2
+    })""".replace("ORIGIN", "'https://ui.perfetto.dev'")
+    )
+    events = [json.loads(text)["traceEvents"] for text in (trace, (run / "timeline.json").read_text())]
+    assert [event["name"] for event in events[0]] == [event["name"] for event in events[1]]
     assert page.complaints == []
 
 
 def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     """Check that the tables of the page have the numbers of ``run.json`` and of the lines in ``steps.jsonl``."""
     updates = dict(tables["Updates"])
-    for row, key in (
-        ("iteration", "iteration_s"),
-        ("forward, without waits for the update", "forward_s"),
-        ("backward, until the next update", "backward_s"),
-        ("memory in use", "memory_bytes"),
-        ("exposed: the model waits", "exposed_s"),
-        ("hidden behind backward and forward", "hidden_s"),
-        ("duration of the update", "update_s"),
-        ("CPU Adam", "cpu_adam_s"),
-        ("update throughput", "params_per_s"),
-        ("host to device", "h2d_bytes_per_s"),
-        ("device to host", "d2h_bytes_per_s"),
-    ):
+    rows = {
+        **{"iteration": "iteration_s", "forward, without waits for the update": "forward_s"},
+        **{"backward, until the next update": "backward_s", "memory in use": "memory_bytes"},
+        **{"exposed: the model waits": "exposed_s", "hidden behind backward and forward": "hidden_s"},
+        **{"duration of the update": "update_s", "CPU Adam": "cpu_adam_s", "update throughput": "params_per_s"},
+        **{"host to device": "h2d_bytes_per_s", "device to host": "d2h_bytes_per_s"},
+    }
+    for row, key in rows.items():
         values = [step[key] for step in steps if step[key] is not None]
-        assert median(values) != values[-1], "the two columns differ"
-        shown = updates.pop(row)
         # No iteration follows the last update.
         of_last = [] if key in ("iteration_s", "forward_s", "backward_s") else [values[-1]]
         assert len(values) == UPDATES - WARM_UPDATES - (not of_last)
-        assert [value for value, _ in shown] == [median(values), *of_last]
-        assert all(text for _, text in shown)
+        assert [value for value, _ in updates.pop(row)] == [median(values), *of_last]
     slowed_s = [max(0.0, step["forward_s"] - FORWARD_ALONE_S) for step in steps[:-1]]
-    assert updates.pop("forward takes longer beside the update")[0][0] == pytest.approx(median(slowed_s))
+    assert updates.pop("forward takes longer during the update")[0][0] == pytest.approx(median(slowed_s))
     costs_s = [step["exposed_s"] + more_s for step, more_s in zip(steps[:-1], slowed_s, strict=True)]
     assert updates.pop("cost of the update")[0][0] == pytest.approx(median(costs_s))
     assert updates == {}
-
     compared = tables[f"Predicted against measured, median of {UPDATES - WARM_UPDATES} updates"]
     assert [[name, values[0][0], values[1][0]] for name, values in compared] == [
         [row["what"], row["predicted_s"], row["measured_s"]] for row in info["compared"]
     ]
-    plan = info["plan"]
-    assert [values[0][0] for _, values in tables["Plan"]] == [
-        plan["placements"].count(placement) for placement in ("cpu", "streamed")
-    ]
-    assert sum(values[1][0] for _, values in tables["Plan"]) == sum(
-        numel for ranges, _ in plan["units"] for _, _, numel in ranges
-    )
-    locked, accelerator = tables["Memory that rank 0 reserved for the update"]
+    placements = info["plan"]["placements"]
+    assert [values[0][0] for _, values in tables["Plan"]] == [placements.count(kind) for kind in ("cpu", "streamed")]
+    locked, _ = tables["Memory that rank 0 reserved for the update"]
     pinned_bytes = info["memory_bytes"]["pinned"]
-    assert locked[0] == "host memory"
     assert locked[1] == [[pinned_bytes, "3.21 GB"], [pinned_bytes / WORKLOAD.numel, "14.4 bytes"]]
-    assert accelerator[1][0] == [info["memory_bytes"]["accelerator"], "720 MB"]
-
-
-def test_the_browser_detects_errors_of_a_wrong_page(tmp_path: Path) -> None:
-    browser = find_browser()
-    if browser is None:
-        pytest.skip("no Chromium here: apt-get install chromium-headless-shell")
-    path = tmp_path / "wrong.html"
-    path.write_text(
-        "<body style='width:600px'><img src='missing.png'><script>console.error('oh'); throw new Error('no')</script>"
-    )
-    with browsing(browser) as page:
-        page.open(path, 390)
-        assert page.evaluate("document.documentElement.scrollWidth") > 390
-        assert page.evaluate("document.images[0].naturalWidth") == 0
-    assert len(page.complaints) >= 3
-    assert page.requests == [path.as_uri(), (tmp_path / "missing.png").as_uri()]
 
 
 def test_all_text_is_escaped_and_nothing_is_fetched(run: Path, tmp_path: Path) -> None:
@@ -333,12 +268,9 @@ def test_a_run_that_was_killed_or_still_trains_is_read_as_far_as_it_is_written(t
     [
         (None, ""),
         ("run.json", "[1, 2"),
-        ("run.json", "[]"),
         ("run.json", '{"format": 99}'),
-        ("steps.jsonl", "[1]}\n"),
         ("steps.jsonl", '{"step": "x"}\n'),
         ("timeline.json", '{"traceEvents": [{"ph": "X"}]}'),
-        ("timeline.json", '{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "name": "NAP 3", "args": {"slot": 1}}]}'),
         ("predicted.json", "{}"),
     ],
 )
@@ -356,11 +288,6 @@ def test_a_folder_without_a_readable_run_is_refused_with_the_remedy(
     assert '"report": "FOLDER"' in message
 
 
-def test_a_page_that_cannot_be_written_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--output", "/proc/nowhere/page.html"]) == 1
-    assert "--output: must be a file that can be written, found /proc/nowhere/page.html" in capsys.readouterr().err
-
-
 def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_files_there(tmp_path: Path) -> None:
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
@@ -373,21 +300,3 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     third = train(tmp_path)
     assert not (tmp_path / "report.html").exists()
     third.close()
-
-
-@pytest.mark.parametrize("failing_call", [1, 2], ids=["at the first update", "when DeepSpeed prints"])
-def test_a_folder_is_free_for_the_next_engine_after_a_write_has_failed(failing_call: int, tmp_path: Path) -> None:
-    calls = count(1)
-
-    def describe() -> RunInfo:
-        if next(calls) == failing_call:
-            raise OSError("no space left")
-        return INFO
-
-    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)], NOTHING_PLANNED, lambda: Timeline(()))
-    reporter = train(tmp_path / "other", updates=0)
-    with pytest.raises(OSError, match="no space left"):
-        RunWriter(tmp_path, 1, describe).updated(record, reporter)
-    second = RunWriter(tmp_path, 1, lambda: INFO)
-    second.updated(record, reporter)
-    second.close(reporter)

@@ -1,31 +1,29 @@
-"""Test the layouts of a cluster: which ones there are, and which batches are refused."""
+"""Test the layouts of a cluster and the command that compares them: which ones there are, their time and memory."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.cluster.layouts import Layout, layouts_of, tensor_parallel_sizes
-from perf_model.prediction.network import Network
+from perf_model.__main__ import main
+from perf_model.cluster.layouts import layouts_of, tensor_parallel_sizes
+from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.models import MODELS
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import MatrixRate, PhaseRates
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import TrainingMemory
-from tests.cluster.paper_formulas import tensor_parallel_elements, zero3_elements
+from tests.model.profiles import RATES, profile
 
 CLUSTER = Job(shape=MODELS["Llama-3-8B"], world_size=64, ranks_per_node=8, micro_batch=1, sequence=4096)
 
 
-@given(
-    st.integers(1, 8),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(1, 64),
-    st.sampled_from([None, [1, 2, 4], [3], [5, 1]]),
-)
+@given(st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.integers(1, 64), st.sampled_from([None, [1, 5]]))
 def test_every_layout_trains_the_global_batch_on_all_gpus(
     nodes: int, ranks_per_node: int, sequences: int, micro_batches: list[int] | None
 ) -> None:
@@ -33,68 +31,30 @@ def test_every_layout_trains_the_global_batch_on_all_gpus(
     cluster = replace(CLUSTER, world_size=gpus, ranks_per_node=ranks_per_node)
     sizes = tensor_parallel_sizes(cluster)
     assert sizes == [size for size in (1, 2, 4, 8) if size <= ranks_per_node]
-    try:
-        layouts = layouts_of(cluster, gpus * sequences, sizes, micro_batches)
-    except ModelError:
-        assert micro_batches == [3]
-        assert all(gpus * sequences * size // gpus % 3 for size in sizes)
-        return
-    assert len(set(layouts)) == len(layouts)
+    layouts = layouts_of(cluster, gpus * sequences, sizes, micro_batches)
+    assert len(set(layouts)) == len(layouts) > 0
     for layout in layouts:
         assert layout.tensor_parallel * layout.data_parallel == gpus
         assert layout.data_parallel * layout.micro_batch * layout.accumulation == gpus * sequences
-        assert layout.micro_batch in (micro_batches or range(1, 65))
-
-
-def test_all_micro_batches_that_divide_the_batch_of_a_rank_are_tried() -> None:
-    layouts = layouts_of(CLUSTER, 64 * 12, [1])
-    assert [(layout.micro_batch, layout.accumulation) for layout in layouts] == [
-        (1, 12),
-        (2, 6),
-        (3, 4),
-        (4, 3),
-        (6, 2),
-        (12, 1),
-    ]
-
-
-def test_sizes_that_the_batch_does_not_allow_are_left_out() -> None:
-    layouts = layouts_of(CLUSTER, 16, [1, 2, 4, 8])
-    assert layouts[0] == Layout(tensor_parallel=4, data_parallel=16, micro_batch=1, accumulation=1)
-    assert {layout.tensor_parallel for layout in layouts} == {4, 8}
+        assert micro_batches is None or layout.micro_batch in micro_batches
 
 
 @pytest.mark.parametrize(
     ("global_batch", "sizes", "micro_batches", "message"),
     [
         (100, [1, 2, 4], None, "the data-parallel size, here of 16, found 100.*96 or 112"),
-        (5, [1], None, "data-parallel size, here of 64, found 5.*Give --global-batch 64, or"),
         (64, [1], [3], "data-parallel size times the micro-batch, here of 192.*found 64.*Give --global-batch 192, or"),
+        (1024, [3], None, "tensor_parallel: must divide the number of ranks of a node, 8, found 3"),
+        (0, [1], None, "global_batch: must be an integer from 1 to .*\nCorrect --global-batch"),
     ],
 )
-def test_a_batch_that_no_layout_divides_is_refused_with_the_batches_that_one_divides(
+def test_batches_and_sizes_that_no_layout_has_are_refused(
     global_batch: int, sizes: list[int], micro_batches: list[int] | None, message: str
 ) -> None:
-    with pytest.raises(ModelError, match=f"(?s)global_batch: must be a multiple of .*{message}") as caught:
+    with pytest.raises(ModelError, match=f"(?s){message}") as caught:
         layouts_of(CLUSTER, global_batch, sizes, micro_batches)
     assert len(str(caught.value).splitlines()) == 2
-    *_, remedy = str(caught.value).splitlines()
-    for batch in (int(word.strip(",")) for word in remedy.split() if word.strip(",").isdigit()):
-        assert layouts_of(CLUSTER, batch, sizes, micro_batches)
 
-
-def test_a_tensor_parallel_size_that_a_node_does_not_divide_by_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"tensor_parallel: must divide the number of ranks of a node, 8, found 3"):
-        layouts_of(CLUSTER, 1024, [3])
-
-
-@pytest.mark.parametrize("value", [0, 10**20, True])
-def test_impossible_batches_are_refused(value: int) -> None:
-    with pytest.raises(ModelError, match=r"global_batch: must be an integer from 1 to .*\nCorrect --global-batch"):
-        layouts_of(CLUSTER, value, [1])
-
-
-# The job of one layout
 
 TENSOR_PARALLEL = Job(
     shape=MODELS["Llama-3-8B"], world_size=16, ranks_per_node=8, micro_batch=2, sequence=512, tensor_parallel=4
@@ -118,37 +78,113 @@ def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> N
     assert units.numel == pytest.approx(TENSOR_PARALLEL.shard_numel / 4, rel=1e-4)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_tensor_parallel_ranks_communicate_as_the_paper_counts_and_nothing_hides_it(recompute: bool) -> None:
-    job = replace(TENSOR_PARALLEL, recompute=recompute)
-    rate, slow = 1e9, Network(ranks_per_node=8)
-    rates = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e12), network=slow)
-    slow = replace(slow, all_gather_bytes_per_s=rate, reduce_scatter_bytes_per_s=rate)
-    # Without gathers and reductions of ZeRO-3, which matrix products would hide.
-    work = replace(job.work, gathered_bytes=0.0, reduced_bytes=0.0)
-    added_s = sum(phase(replace(rates, network=slow)) - phase(rates) for phase in (work.forward_s, work.backward_s))
-    sent_bytes = 2 * tensor_parallel_elements(job.micro_batch, job.sequence, job.shape.hidden, 4) * job.shape.layers
-    assert added_s == pytest.approx((1.5 if recompute else 1) * sent_bytes / rate)
+# The command
+
+JOB = {
+    "profile": "h100-pcie5",
+    "model": "7B",
+    "gpus": 16,
+    "ranks_per_node": 8,
+    "global_batch": 64,
+    "sequence": 2048,
+    "network_gb_per_s": 25,
+    "node_gb_per_s": 300,
+    "unit_size": 200_000_000,
+}
 
 
-def test_ranks_that_partition_the_same_parameters_gather_a_shard_over_their_share_of_the_network() -> None:
-    rate = 1e6
-    rates = PhaseRates(
-        matrix=MatrixRate(limit_flops_per_s=1e30), network=Network(ranks_per_node=8, inter_node_bytes_per_s=rate)
-    )
-    work = TENSOR_PARALLEL.work
-    # Two of the four data-parallel ranks are on each of two nodes, and send over two of its eight connections.
-    sent_bytes = 2 * zero3_elements(TENSOR_PARALLEL.shard_numel, 4)
-    assert work.forward_s(rates) + work.backward_s(rates) == pytest.approx(sent_bytes / (2 * rate))
+def arguments(**more: Any) -> list[str]:
+    options = {name: value for name, value in {**JOB, **more}.items() if value is not None}
+    return [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
 
 
-@pytest.mark.parametrize(("size", "what"), [(16, "ranks of a node, 8"), (3, "ranks of a node, 8")])
-def test_a_job_with_an_impossible_tensor_parallel_size_is_refused(size: int, what: str) -> None:
-    with pytest.raises(ModelError, match=f"tensor_parallel: must divide the number of {what}, found {size}"):
-        replace(TENSOR_PARALLEL, tensor_parallel=size)
+def compared(capsys: pytest.CaptureFixture[str], **more: Any) -> dict[str, Any]:
+    assert main(["cluster", *arguments(**more), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
 
 
-def test_a_model_with_fewer_key_value_heads_than_ranks_is_refused() -> None:
-    job = replace(TENSOR_PARALLEL, shape=MODELS["Qwen2.5-7B"])
-    with pytest.raises(ModelError, match=r"tensor_parallel: must divide the number of key-value heads, 4, found 8"):
-        replace(job, tensor_parallel=8)
+def test_layouts_are_sorted_and_every_figure_follows_from_the_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, tokens=1e12)
+    layouts = [layout for layout in found["layouts"] if layout["fits"]]
+    assert {layout["tensor_parallel"] for layout in layouts} == {1, 2, 4, 8}
+    assert [layout["iteration_s"] for layout in layouts] == sorted(layout["iteration_s"] for layout in layouts)
+    for layout in layouts:
+        parts = layout["compute_s"] + layout["exposed_network_s"] + layout["exposed_update_s"]
+        assert parts == pytest.approx(layout["iteration_s"])
+        assert min(layout["compute_s"], layout["exposed_network_s"] + 1, layout["exposed_update_s"] + 1) > 0
+        assert layout["tokens_per_s"] == pytest.approx(64 * 2048 / layout["iteration_s"])
+        assert layout["days"] == pytest.approx(1e12 / layout["tokens_per_s"] / 86_400)
+        assert layout["gpu_hours"] == pytest.approx(24 * 16 * layout["days"])
+        assert 0 < layout["mfu"] < 1
+        assert layout["limited_by"] in ("compute", "network", "update")
+        assert layout["gpu_peak_bytes"] < 86e9
+    best, config = layouts[0], found["deepspeed_config"]
+    assert config["train_micro_batch_size_per_gpu"] == best["micro_batch"]
+    assert config["gradient_accumulation_steps"] == best["accumulation"]
+    assert config.get("tensor_parallel", {"autotp_size": 1})["autotp_size"] == best["tensor_parallel"]
+    assert config["deep_optimizer_states"]["placement"] == "planned"
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_megatron_is_compared_on_the_machine_of_its_paper_only(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"network_gb_per_s": None, "node_gb_per_s": None, "profile": "selene", "tensor_parallel": "1,2"}
+    limited = compared(capsys, **given, micro_batches=2)["megatron"]
+    assert limited["tensor_parallel"] in (1, 2)
+    assert limited["micro_batch"] == 2
+    assert compared(capsys, **given | {"network_gb_per_s": 25}, micro_batches=2)["megatron"] is None
+    assert compared(capsys, **given | {"profile": "h100-pcie5"}, micro_batches=2)["megatron"] is None
+    assert main(["cluster", *arguments(**given, micro_batches=2)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Tables 1 and 2 of arXiv 2104.04473 are predicted within 10 and 20%." in shown
+
+
+def test_the_screen_names_the_network_and_layouts_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", *arguments(tokens=1e12)]) == 0
+    shown = capsys.readouterr().out
+    assert "16 x H100-80GB, 2 x 8, 64 sequences of 2048 tokens per iteration" in shown
+    assert "network between nodes, per GPU: 25 GB/s, given, not measured" in shown
+    json.loads(shown[shown.index("config:\n") + len("config:\n") :])
+    unfit = [
+        layout for layout in compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")["layouts"] if not layout["fits"]
+    ]
+    assert unfit
+    assert all("exceeds gpu memory by" in layout["why"] for layout in unfit)
+    assert main(["cluster", *arguments(gpu_memory_gb=2)]) == 1
+    assert "Paste into" not in capsys.readouterr().out
+
+
+def test_rates_of_the_network_are_given_measured_assumed_or_of_the_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    more = {"tensor_parallel": 2, "micro_batches": 4, "node_gb_per_s": None, "network_gb_per_s": None}
+
+    def origins(**options: Any) -> list[str]:
+        found = compared(capsys, **{**more, **options})["network"]
+        return [found[f"{name}_bytes_per_s"]["origin"] for name in ("inter_node", "all_gather")]
+
+    assert origins(gpus=None, nodes=2) == ["of the preset, not measured"] * 2
+    unmeasured = profile({**RATES, "matmul_flops_per_s": 3e14})
+    path.write_text(unmeasured.to_json())
+    assert main(["cluster", *arguments(profile=path, **more)]) == 2
+    assert "--network-gb-per-s: is needed for 2 nodes, because the profile does not have it" in capsys.readouterr().err
+    assumed = "not measured, assumed to be that of the link to the host"
+    assert origins(profile=path, network_gb_per_s=25) == ["given, not measured", assumed]
+    rates = {"matmul_flops_per_s": 3e14, "all_gather_bytes_per_s": 2e11, "inter_node_bytes_per_s": 2e10}
+    measured = replace(unmeasured.provenance, source="measured")
+    path.write_text(replace(profile({**RATES, **rates}), provenance=measured).to_json())
+    assert origins(profile=path) == ["measured"] * 2
+    path.write_text(profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12}).to_json())
+    assert main(["cluster", *arguments(profile=path)]) == 2
+    assert "profile: must be of a machine with a GPU" in capsys.readouterr().err
+
+
+def test_rules_that_do_not_fit_together_with_sums_fit_with_the_sums_in_host_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text('[{"match": "model.layers.0.*", "states": "resident"}]')
+    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s", "unit_size")) | {"gpus": 1, "ranks_per_node": 1}
+    found = compared(capsys, **one_gpu, profile="l40s", model="13B", global_batch=2, rules=rules)
+    assert {(layout["micro_batch"], layout["fits"]) for layout in found["layouts"]} == {(1, True), (2, True)}

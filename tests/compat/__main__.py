@@ -1,26 +1,96 @@
 """Try releases of DeepSpeed and PyTorch with the golden cases, and write ``results.json`` for the tables in the docs.
 
 ``python -m tests.compat [deepspeed==VERSION | torch==VERSION ...]``; without arguments all releases that were tried.
-Releases of PyTorch are tried with this environment's DeepSpeed, the newest that was tried, and removed afterwards: each
-has 3 to 6 GB.
+Each release is installed into a folder of its own, also for the ops that PyTorch compiles; everything else is that of
+this interpreter. Releases of PyTorch are tried with this environment's DeepSpeed, the newest that was tried, and
+removed afterwards: each has 3 to 6 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED
-from tests.compat.environments import Release
 from tests.compat.golden import GOLDEN, TRIED_TORCH, world_size
-from tests.compat.results import add_result
+from tests.compat.results import add_result, write_compiler
+from tests.launch import REPOSITORY, Finished, run_ranks
 
+FOLDER = REPOSITORY / ".cache" / "compat"
 TIMEOUT_S = 3600
+
+OPTIONS = {
+    # DeepSpeed's requirements are those of this environment.
+    "deepspeed": ("--no-deps", "--no-build-isolation"),
+    # PyTorch's CUDA builds cannot be imported without CUDA's libraries, which are packages of their own.
+    "torch": ("--no-compile", "--no-warn-conflicts"),
+}
+WITHOUT_TORCH = 'raise ImportError("hidden, because importing PyTorch takes most of the time of the installation")\n'
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of ``deepspeed`` or ``torch``, which ranks import instead of the one of this environment."""
+
+    package: str
+    version: str
+
+    @staticmethod
+    def from_requirement(text: str) -> Release:
+        """Return the release that an argument such as ``torch==2.14.1`` names, or raise ``ArgumentTypeError``."""
+        package, equals, version = text.partition("==")
+        if package not in OPTIONS or not equals or not version:
+            expected = " or ".join(f"{name}==VERSION" for name in OPTIONS)
+            raise argparse.ArgumentTypeError(f"a release must be {expected}, found {text!r}")
+        return Release(package, version)
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that has the release if it is installed."""
+        return FOLDER / f"{self.package}-{self.version}"
+
+    def install(self) -> None:
+        """Install the release from PyPI if it is not there."""
+        if self.folder.exists():
+            return
+        hidden = FOLDER / "without torch"
+        hidden.mkdir(parents=True, exist_ok=True)
+        (hidden / "torch.py").write_text(WITHOUT_TORCH)
+        partial = self.folder.with_name(f"{self.folder.name}.{os.getpid()}")
+        options = ["--quiet", "--disable-pip-version-check", *OPTIONS[self.package], "--target", str(partial)]
+        command = [sys.executable, "-m", "pip", "install", *options, f"{self.package}=={self.version}"]
+        # An empty file replaces a constraint of the environment, which would exclude all releases but one.
+        environ = {**os.environ, "PYTHONPATH": str(hidden), "PIP_CONSTRAINT": os.devnull}
+        try:
+            subprocess.run(command, env=environ, check=True)
+            partial.rename(self.folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def run(self, world_size: int, arguments: list[str]) -> list[Finished]:
+        """Run ``python -m`` with ``arguments`` as ranks that import this release."""
+        self.install()
+        return run_ranks(
+            world_size,
+            ["-m", *arguments],
+            TIMEOUT_S,
+            fresh=True,
+            PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(self.folder)]),
+            TORCH_EXTENSIONS_DIR=str(FOLDER / f"{self.folder.name} ops"),
+            CXX=str(write_compiler(FOLDER)),
+        )
 
 
 def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
@@ -29,24 +99,21 @@ def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
     ``missing_names`` are the names of DeepSpeed that the plugin uses and the release lacks.
     """
     cases: dict[str, list[str]] = {}
-    versions: dict[str, str] = {}
-    missing_names: list[str] = []
+    found: dict[str, Any] = {}
     for size in sorted(set(map(world_size, names))):
         of_size = [name for name in names if world_size(name) == size]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "results"
-            ranks = release.run(size, ["tests.compat.golden_ranks", str(path), *of_size], TIMEOUT_S)
-            for rank, finished in enumerate(ranks):
+            for rank, finished in enumerate(release.run(size, ["tests.compat.golden_ranks", str(path), *of_size])):
                 written = path.with_name(f"results.{rank}")
                 if not written.exists():
                     raise RuntimeError(f"rank {rank} with {release} failed:\n{finished.output[-5000:]}")
                 found = json.loads(written.read_text())
-                versions, missing_names = found["versions"], found["missing_names"]
-                assert versions[release.package].split("+")[0] == release.version, versions
+                assert found["versions"][release.package].split("+")[0] == release.version, found["versions"]
                 for name in of_size:
                     lines = found["cases"].get(name, ["not run, because an earlier case failed"])
                     cases[name] = list(dict.fromkeys([*cases.get(name, []), *lines]))
-    return {**versions, "missing_names": missing_names, "cases": cases}
+    return {**found["versions"], "missing_names": found["missing_names"], "cases": cases}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,9 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("releases", nargs="*", type=Release.from_requirement, metavar="PACKAGE==VERSION")
     all_tried = [Release("deepspeed", version) for version in TESTED_DEEPSPEED]
     all_tried += [Release("torch", version) for version in TRIED_TORCH]
-    releases = parser.parse_args(arguments).releases or all_tried
     changed = 0
-    for release in releases:
+    for release in parser.parse_args(arguments).releases or all_tried:
         found = try_release(release, GOLDEN)
         cases = found["cases"]
         print(f"{release}: {sum(lines == ['equal'] for lines in cases.values())} of {len(cases)} equal", flush=True)
@@ -66,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"  {name}: {'; '.join(lines)[:500]}")
         changed += add_result(release.package, release.version, found)
         if release.package == "torch":
-            release.remove()
+            shutil.rmtree(release.folder)
     return int(changed > 0)
 
 

@@ -30,14 +30,13 @@ from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
 from tests.zero.parity import training
 from tests.zero.parity.case import Case
-from tests.zero.parity.case_runs import same_as_stock
 from tests.zero.parity.cases import CASES
-from tests.zero.parity.training import collect, make_engine
+from tests.zero.parity.training import collect, make_engine, same_as_stock
 from tests.zero.process_group import process_group
 
 
 def differences(case: Case) -> list[str]:
-    """Return one line for each number or tensor of the case that is not that of stock."""
+    """Return one line for each number or tensor of the case that is not stock's."""
     found = same_as_stock(case)
     return [f"{block}: {line}" for block, lines in found["differences"].items() for line in lines]
 

@@ -8,23 +8,20 @@ chooses the versions of all dependencies, PyTorch and DeepSpeed included; PyTorc
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.compat.environments import write_compiler
-from tests.compat.results import add_result
+from tests.compat.results import add_result, write_compiler
 from tests.launch import free_port
 
 NAME = "deep_opt_states"
-PLAN = ("--profile", "gh200", "--model", "13B", "--world-size", "1", "--ranks-per-node", "1", "--micro-batch", "1")
+PLAN = "--profile gh200 --model 13B --world-size 1 --ranks-per-node 1 --micro-batch 1 --sequence 2048"
 TRAINING = Path(__file__).with_name("tiny_training.py")
 """A program that trains with stock and with the plugin; its last line is a list of the values that differ."""
 
@@ -44,74 +41,58 @@ class Environment:
 
     folder: Path
 
-    def run(self, *command: str | Path) -> str:
+    def run(self, program: str, *arguments: str | Path) -> str:
         """Run a program of this environment, and return its output. Raise ``CalledProcessError`` if it fails."""
+        programs = self.folder / "venv" / "bin"
         # Paths and modules of the caller's environment must not reach this one.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
         environ |= {
-            "PATH": os.pathsep.join([str(self.folder / "venv" / "bin"), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
             "CXX": str(write_compiler(self.folder)),
             "TORCH_EXTENSIONS_DIR": str(self.folder / "ops"),
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
-        print(f"  {' '.join(map(str, command))[:100]}", flush=True)
-        program, *others = command
-        path = self.folder / "venv" / "bin" / program
-        try:
-            finished = subprocess.run(
-                [path, *others], cwd=self.folder, env=environ, check=True, stdout=subprocess.PIPE, text=True
-            )
-        except subprocess.CalledProcessError as error:
-            print(error.stdout)
-            raise
-        return finished.stdout
+        print(f"  {' '.join(map(str, (program, *arguments)))[:100]}", flush=True)
+        command = [programs / program, *arguments]
+        done = subprocess.run(command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            print(done.stdout)
+        done.check_returncode()
+        return done.stdout
 
     def pip(self, *arguments: str | Path) -> None:
         """Run pip, which shows errors only."""
         self.run("python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
-
-def try_distribution(environment: Environment, distribution: Path) -> dict[str, Any]:
-    """Install the distribution, run its commands and a tiny training, and return versions and differences."""
-    environment.pip("install", "--no-compile", distribution)
-    environment.pip("check")
-    environment.run("deep-opt-states", "plan", *PLAN, "--sequence", "2048")
-    environment.run("deep-opt-states", "doctor")
-    found: dict[str, Any] = json.loads(environment.run("python", "-c", VERSIONS))
-    return {**found, "differences": json.loads(environment.run("python", TRAINING).splitlines()[-1])}
-
-
-def try_all(environment: Environment, distributions: Sequence[Path]) -> dict[str, Any]:
-    """Return the versions in the environment, and the differences from stock with any distribution."""
-    result: dict[str, Any] = {"differences": []}
-    for distribution in distributions:
-        found = try_distribution(environment, distribution)
-        result = {**found, "differences": [*result["differences"], *found["differences"]]}
-        environment.pip("install", "--no-compile", f"{distribution}[test]")
-        environment.pip("check")
-        environment.pip("uninstall", "--yes", NAME)
-    return result
+    def try_distribution(self, distribution: Path) -> dict[str, Any]:
+        """Install the distribution, run its commands and a tiny training, and return versions and differences."""
+        self.pip("install", "--no-compile", distribution)
+        self.pip("check")
+        self.run("deep-opt-states", "plan", *PLAN.split())
+        self.run("deep-opt-states", "doctor")
+        found: dict[str, Any] = json.loads(self.run("python", "-c", VERSIONS))
+        differences = json.loads(self.run("python", TRAINING).splitlines()[-1])
+        self.pip("install", "--no-compile", f"{distribution}[test]")
+        self.pip("check")
+        self.pip("uninstall", "--yes", NAME)
+        return {**found, "differences": differences}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(folder: Path, python: str) -> int:
     """Try the interpreter, print how the training compares with stock, and return 1 if anything differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compat.installed", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("python", metavar="PYTHON")
-    options = parser.parse_args(arguments)
-    folder = options.folder.resolve()
     distributions = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
     assert len(distributions) == 2, f"{folder} must have one wheel and one source distribution, found {distributions}"
-    print(f"{options.python}, with {' and '.join(path.name for path in distributions)}:", flush=True)
+    print(f"{python}, with {' and '.join(path.name for path in distributions)}:", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        subprocess.run([options.python, "-m", "venv", f"{temporary}/venv"], check=True)
-        result = try_all(Environment(Path(temporary)), distributions)
+        subprocess.run([python, "-m", "venv", f"{temporary}/venv"], check=True)
+        tried = [Environment(Path(temporary)).try_distribution(path) for path in distributions]
+    result = {**tried[-1], "differences": [line for found in tried for line in found["differences"]]}
     print(f"Python {result['python']}: {'; '.join(result['differences']) or 'equal'}")
     add_result("python", result["python"], result)
     return int(bool(result["differences"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2]))

@@ -11,6 +11,7 @@ from packaging.version import Version
 from benchmarks.harness.rows import commit
 from deep_opt_states.names import __version__
 
+WITHOUT_DEBUG_INFORMATION = '#!/bin/sh\nexec c++ "$@" -g0\n'
 RESULTS = Path(__file__).with_name("results.json")
 
 
@@ -35,3 +36,11 @@ def add_result(package: str, version: str, found: dict[str, Any]) -> bool:
     results[package] = {key: of_package[key] for key in sorted(of_package, key=order)}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return changed
+
+
+def write_compiler(folder: Path) -> Path:
+    """Write a compiler into ``folder`` that needs half the time for DeepSpeed's ops, with the same instructions."""
+    compiler = folder / "c++"
+    compiler.write_text(WITHOUT_DEBUG_INFORMATION)
+    compiler.chmod(0o755)
+    return compiler

@@ -1,17 +1,22 @@
-"""Check the results of ``make compat``, and that the oldest release has the bits of stock in a few golden cases.
+"""Check the results of ``make compat``, ``release-check`` and ``test-frameworks``, and cases of the oldest release.
 
 The newest release is the one that all other tests run with.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import deepspeed
 import pytest
+import torch
 
 from deep_opt_states.names import __version__
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_least
-from tests.compat.__main__ import main, try_release
-from tests.compat.environments import Release
+from tests.compat.__main__ import Release, main, try_release
+from tests.compat.frameworks.__main__ import EQUAL as EQUAL_TENSORS
+from tests.compat.frameworks.cases import FRAMEWORKS, Framework
+from tests.compat.frameworks.same_bits import differences, saved
 from tests.compat.golden import (
     EQUAL,
     EQUAL_BUT_NAN,
@@ -23,35 +28,23 @@ from tests.compat.golden import (
     refused,
 )
 from tests.compat.results import read_results
-from tests.metadata import changelog, python_versions
 from tests.zero.parity.cases import CASES
 
 TRIED = read_results()
 
 
-def test_the_golden_cases_are_parity_cases() -> None:
+def test_the_results_are_of_this_version_its_golden_cases_and_the_named_releases() -> None:
     assert {case.name for case in CASES} >= set(GOLDEN) >= set(QUICK)
-
-
-def test_the_plugin_names_the_releases_that_were_tried() -> None:
     assert tuple(TRIED["deepspeed"]) == TESTED_DEEPSPEED
     assert deepspeed.__version__.split("+")[0] == TESTED_DEEPSPEED[-1]
+    for package, target in (("deepspeed", "compat"), ("torch", "compat"), ("python", "release-check")):
+        assert {entry["deep_opt_states"] for entry in TRIED[package].values()} == {__version__}, f"run make {target}"
 
 
-@pytest.mark.parametrize(
-    ("package", "target"), [("deepspeed", "compat"), ("torch", "compat"), ("python", "release-check")]
-)
-def test_every_result_is_of_this_version_of_the_plugin(package: str, target: str) -> None:
-    assert {entry["deep_opt_states"] for entry in TRIED[package].values()} == {__version__}, f"run make {target}"
-
-
-@pytest.mark.parametrize("release", TESTED_DEEPSPEED)
-def test_no_tried_release_of_deepspeed_lacks_a_name_that_the_plugin_uses(release: str) -> None:
-    assert TRIED["deepspeed"][release]["missing_names"] == []
-
-
+@pytest.mark.P1
 @pytest.mark.parametrize("release", TESTED_DEEPSPEED)
 def test_every_golden_case_is_equal_or_refused_with_each_release_of_deepspeed(release: str) -> None:
+    assert TRIED["deepspeed"][release]["missing_names"] == []
     for name in GOLDEN:
         expected = EQUAL
         if not is_at_least(release, since := SINCE.get(name, "0")):
@@ -67,20 +60,43 @@ def test_every_golden_case_is_equal_with_each_release_of_pytorch(release: str) -
     assert TRIED["torch"][release]["cases"] == dict.fromkeys(GOLDEN, EQUAL)
 
 
-@pytest.mark.parametrize("version", TRIED["python"])
-def test_the_installed_distributions_have_the_bits_of_stock_with_each_python(version: str) -> None:
-    assert TRIED["python"][version]["differences"] == []
+def test_the_installed_distributions_have_the_bits_of_stock_with_each_python() -> None:
+    assert [version for version, found in TRIED["python"].items() if found["differences"]] == []
 
 
-def test_every_python_of_the_metadata_was_tried_at_a_release() -> None:
-    named = set(python_versions())
-    tried = {version.rpartition(".")[0] for version in TRIED["python"]}
-    # Between two releases, the distributions of the next one cannot have been tried with all interpreters yet.
-    is_release = next(iter(changelog().values())) == ""
-    assert tried == named if is_release else tried <= named, "run make release-check"
+@pytest.mark.P1
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
+def test_every_run_of_a_framework_saved_the_bits_of_stock(framework: Framework) -> None:
+    found = TRIED["frameworks"][framework.name]
+    assert found["requirement"] == framework.requirement, "run make test-frameworks"
+    resumed = {f"{run.name}, resumed" for run in framework.runs if run.resume}
+    assert set(found["runs"]) == {run.name for run in framework.runs} | resumed
+    for name, result in found["runs"].items():
+        assert result.endswith(EQUAL_TENSORS), name
 
 
-@pytest.mark.parametrize("argument", ["2.14.1", "torch", "torch==", "numpy==2.0"])
+@pytest.mark.parametrize(
+    ("stock", "ours", "expected"),
+    [
+        ([{"a": torch.tensor([0.0])}], [{"a": torch.tensor([0.0])}], []),
+        ([{"a": torch.tensor([0.0])}], [{"a": torch.tensor([-0.0])}], ["state.pt[0][a] differs"]),
+        ([{"a": torch.tensor([1.0])}], [{"a": torch.tensor([1], dtype=torch.int32)}], ["state.pt[0][a] differs"]),
+        ([torch.tensor(1)], [], ["state.pt[0] was saved by one of the two only"]),
+        ([torch.tensor([torch.nan])], [torch.tensor([torch.nan])], []),
+    ],
+)
+def test_every_tensor_in_nested_containers_is_compared_by_its_bits(
+    stock: list[object], ours: list[object], expected: list[str], tmp_path: Path
+) -> None:
+    for name, content in (("stock", stock), ("ours", ours)):
+        (tmp_path / name / "checkpoint-3").mkdir(parents=True)
+        torch.save(content, tmp_path / name / "checkpoint-3" / "state.pt")
+        torch.save([torch.rand(1)], tmp_path / name / "training_args.bin")
+    found = differences(saved(tmp_path / "stock"), saved(tmp_path / "ours"))
+    assert found == [f"checkpoint-3/{line}" for line in expected]
+
+
+@pytest.mark.parametrize("argument", ["2.14.1", "torch==", "numpy==2.0"])
 def test_an_argument_that_names_no_release_is_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([argument])
@@ -89,7 +105,7 @@ def test_an_argument_that_names_no_release_is_refused(argument: str, capsys: pyt
 
 # Thorough, because the op of that release is compiled first.
 @pytest.mark.thorough
-@pytest.mark.promise("P1")
+@pytest.mark.P1
 def test_the_oldest_release_has_the_bits_of_stock() -> None:
     found = try_release(Release("deepspeed", TESTED_DEEPSPEED[0]), QUICK)
     assert found["missing_names"] == []

@@ -3,11 +3,24 @@
 An operation that is issued on a stream is only queued. It runs when the host waits for it, or earlier if the ``Timing``
 lets it. The ``Timing`` also chooses the order, among the orders that streams and events permit. All operations,
 including the tasks of the CPU lane, run on the thread that issues or waits, so that a run is a function of its timing.
+
+The memory of a tensor is free as soon as the last Python reference to it is gone: an operation that was issued keeps an
+address, not a reference. Freed memory is overwritten with NaN as early as its next owner could write to it:
+
+- Device memory belongs to the stream it was allocated on. That stream's next operation may be the next owner's, so the
+  stream's own earlier operations are safe (CUDACachingAllocator).
+- Pinned host memory belongs to the host, which may write at once. Asynchronous copies record their stream by themselves
+  (CachingHostAllocator); kernels that read the memory through its address do not.
+
+A copy that writes to the memory later would overwrite the data of its next owner: it raises ``AssertionError``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -16,9 +29,55 @@ import torch
 
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
-from tests.fake_device.fake_memory import Allocation
-from tests.fake_device.queues import Lanes, Operation, Queue, Ready
-from tests.fake_device.timing import Late, Timing
+from deep_opt_states.runtime.worker import Task, complete_future
+from tests.fake_device.queues import Lanes, Late, Operation, Queue, Ready, Timing
+
+_NAN_BYTE = 0xFF
+"""All bits set is a NaN in fp32, fp16 and bf16."""
+
+
+class Allocation:
+    """A block of ``nbytes`` bytes: device memory of the stream ``owner``, or pinned memory if ``owner`` is None."""
+
+    def __init__(self, lanes: Lanes, nbytes: int, owner: Queue | None) -> None:
+        self.nbytes = nbytes
+        self.freed = False
+        self.is_reused = False
+        """Whether the block may be another owner's by now."""
+        self._lanes = lanes
+        self.users = set() if owner is None else {owner}
+        self._memory = bytearray(nbytes or 1)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.fill_with_nan()
+
+    def fill_with_nan(self) -> None:
+        """Overwrite all elements, as any write of another owner does."""
+        self._bytes.fill_(_NAN_BYTE)
+
+    def hand_out(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the user's tensor. Call this once: the block is freed with the last tensor that shares the storage."""
+        buffer = (ctypes.c_uint8 * len(self._memory)).from_buffer(self._memory)
+        weakref.finalize(buffer, self._free).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)[: self.nbytes].view(dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of ``tensor`` is in this block."""
+        return not self.freed and 0 <= tensor.data_ptr() - self._bytes.data_ptr() < len(self._memory)
+
+    def address_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same elements, shape and dtype, without a reference that keeps the block from being freed."""
+        assert tensor.is_contiguous()
+        offset = tensor.data_ptr() - self._bytes.data_ptr()
+        return self._bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _free(self) -> None:
+        self.freed = True
+        finished = [queue.mark() for queue in self.users]
+        self._lanes.as_soon_as(lambda: all(done() for done in finished), self._overwrite)
+
+    def _overwrite(self) -> None:
+        self.is_reused = True
+        self.fill_with_nan()
 
 
 class FakeEvent:
@@ -39,10 +98,7 @@ class FakeEvent:
         self._reached = queue.mark()
 
     def reached(self) -> Ready:
-        """Return a function that returns whether the work marked *by now* has finished.
-
-        A later record does not change its result.
-        """
+        """Return a function that returns whether the work marked *by now* has finished."""
         return self._reached
 
     def synchronize(self) -> None:
@@ -52,8 +108,7 @@ class FakeEvent:
         return self._reached()
 
     def seconds_after(self, origin: FakeEvent) -> float:
-        """Return the number of operations between the two events: the fake device's unit of time, in place of
-        seconds."""
+        """Return the number of operations between the two events, in place of seconds."""
         return float(self._tick - origin._tick)
 
 
@@ -145,18 +200,16 @@ class FakeDevice:
         return FakeSlab(self.empty_host(size_bytes, torch.uint8))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue the copy, as ``cudaMemcpyAsync`` does. A pageable source is read at once.
+        """Queue the copy, as ``cudaMemcpyAsync`` does. A pageable source, not from ``empty_host``, is read at once.
 
-        Pageable memory is host memory that is not from ``empty_host``. With it the copy "might be synchronous" ("API
-        synchronization behavior", CUDA runtime) or not; here the host does not wait. A conversion to another dtype
-        happens on the device (PyTorch's ``Copy.cpp``), so it is late, too.
+        With pageable memory CUDA's copy "might be synchronous" or not; here the host does not wait.
         """
         if self._allocation(source) is None:
             source = source.clone()
         for tensor in (destination, source):
             allocation = self._allocation(tensor)
             if allocation in self._pinned:
-                allocation.record(self.issuing.queue)
+                allocation.users.add(self.issuing.queue)
         target, origin = self._address_of(destination), self._address_of(source)
         written = self._allocation(destination)
 
@@ -176,11 +229,7 @@ class FakeDevice:
         self.launch(copy, *(tensor for pair in copies for tensor in pair))
 
     def occupy(self, seconds: float) -> None:
-        """Queue one operation that does nothing. The ``Timing`` chooses for how long the stream is busy."""
-        self._issue(lambda: None)
-
-    def release_cached(self) -> None:
-        """Do nothing: no memory is cached."""
+        self._issue(lambda: None)  # the timing chooses for how long the stream is busy
 
     def launch(self, kernel: Callable[..., Any], *arguments: Any) -> None:
         """Queue a kernel on the issuing stream. Raise ``AssertionError`` if a tensor is in pageable memory."""
@@ -191,13 +240,6 @@ class FakeDevice:
                 )
         addresses = [self._address_of(value) if isinstance(value, torch.Tensor) else value for value in arguments]
         self._issue(lambda: kernel(*addresses))
-
-    def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        """Do as ``torch.Tensor.record_stream``: once freed, the memory is not reused before ``stream`` is done with
-        it."""
-        allocation = self._allocation(tensor)
-        assert allocation is not None
-        allocation.record(stream.queue)
 
     def _issue(self, operation: Operation) -> None:
         self.issuing.queue.add(operation)
@@ -239,3 +281,41 @@ class LateAdam(AdamKernel):
 
     def close(self) -> None:
         self._kernel.close()
+
+
+class FakeWorker:
+    """A test double of ``Worker`` that runs its tasks on the fake device's CPU lane, without a thread."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def submit(self, task: Task, /) -> Future[None]:
+        future = LateFuture(self._device)
+        lanes = self._device.lanes
+        lanes.cpu.add(lambda: complete_future(future, task) if future.set_running_or_notify_cancel() else None)
+        future.task_has_run = lanes.cpu.mark()
+        lanes.run_before_wait()
+        return future
+
+    def close(self) -> None:
+        """Do nothing: there is no thread to end."""
+
+
+class LateFuture(Future[None]):
+    """A future whose ``result`` and ``exception`` run the device's operations until the task has run."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+        self.task_has_run: Ready = lambda: False
+
+    def result(self, timeout: float | None = None) -> None:
+        self._run()
+        return super().result(timeout=0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._run()
+        return super().exception(timeout=0)
+
+    def _run(self) -> None:
+        self._device.lanes.run_until(self.task_has_run)

@@ -1,11 +1,68 @@
-"""Queue operations that have been issued and not run yet. A ``Timing`` chooses the queue that is served next."""
+"""Queue operations that have been issued and not run yet. A ``Timing`` chooses the queue that is served next.
+
+A GPU may choose any order that streams and events permit.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from tests.fake_device.timing import Timing
+
+class Timing(Protocol):
+    """The choices that the hardware is free to make."""
+
+    def lanes(self, count: int) -> Sequence[int]:
+        """Return the lanes below ``count``, which are streams, the CPU lane and the caller, in the order of trial."""
+
+    def runs_before_wait(self) -> bool:
+        """Return whether the device finishes one more operation before the host waits for it."""
+
+
+class Late:
+    """A timing that is as late as possible: nothing runs before the host waits, and then by strict priority.
+
+    Lanes that ``priorities`` does not name come last.
+    """
+
+    def __init__(self, priorities: Sequence[int] = ()) -> None:
+        self._priorities = tuple(priorities)
+
+    def lanes(self, count: int) -> Sequence[int]:
+        named = [lane for lane in self._priorities if lane < count]
+        return [*named, *(lane for lane in range(count) if lane not in named)]
+
+    def runs_before_wait(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"Late({list(self._priorities)})"
+
+
+def late_lanes(count: int) -> list[Timing]:
+    """Return ``count`` timings, in each of which another lane below ``count`` is behind all others of these."""
+    return [Late([*(lane for lane in range(count) if lane != last), last]) for last in range(count)]
+
+
+class Seeded:
+    """A random timing, the same for the same seed. It draws the lanes, and how promptly operations run."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._promptness = self._random.choice((0.0, 0.2, 0.5, 0.9))
+
+    def lanes(self, count: int) -> Sequence[int]:
+        return self._random.sample(range(count), count)
+
+    def runs_before_wait(self) -> bool:
+        return self._random.random() < self._promptness
+
+    def __repr__(self) -> str:
+        return f"Seeded({self._seed})"
+
 
 Operation = Callable[[], object]
 Ready = Callable[[], bool]
@@ -71,10 +128,6 @@ class Lanes:
         self._whenever.append((ready, operation))
         self._run_whenever()
 
-    def idle(self) -> bool:
-        """Return whether all operations that were issued have finished."""
-        return all(queue.finished == queue.issued for queue in self._queues())
-
     def run_until(self, done: Ready) -> None:
         """Run operations until ``done``. Raise ``Deadlock`` if none can run before that."""
         while not done():
@@ -89,10 +142,7 @@ class Lanes:
                 pass
 
     def run_one(self) -> bool:
-        """Run one operation, the first that may run in the order of lanes that the timing chooses.
-
-        Return whether there was one.
-        """
+        """Run the first operation that may run in the timing's order of lanes. Return whether there was one."""
         self._run_whenever()
         queues = self._queues()
         working, self._working = self._working, True

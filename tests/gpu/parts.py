@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-
-from tests.gpu.figures import figures_of
-from tests.launch import REPOSITORY
-
-RESULTS = REPOSITORY / "benchmarks" / "results"
 
 HANG_S = 25
 """pytest writes the stacks of a test that runs for this long, and lets it continue."""
 
+PART_ENDS = "GPU_CHECK_PART_ENDS"
+"""The environment variable with the time at which ``run_parts.py`` will stop a part, as ``time.time()``."""
+
+REPORT_S = 4.0
+"""The time that pytest needs to write a failure, and the process group to end."""
+
+ALONE_S = 120.0
+"""The limit for a test that is run without ``run_parts.py``."""
+
+
+def seconds_left() -> float:
+    """Return the seconds that a test may still wait for a process, at least 1, so that it reports before its end."""
+    ends = os.environ.get(PART_ENDS)
+    return ALONE_S if ends is None else max(1.0, float(ends) - time.time() - REPORT_S)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A command with a time limit. The JSON lines that it appends to the file ``rows`` are its result.
+    """A command with a time limit.
 
     ``runs_beside``: it measures no time, and runs beside its neighbours in the list that measure none either.
     """
@@ -27,20 +38,13 @@ class Part:
     name: str
     command: tuple[str, ...]
     limit_s: float
-    rows: Path | None = None
     runs_beside: bool = False
 
 
-def pytest_command(*paths: str) -> tuple[str, ...]:
+def pytest_command(path: str, keyword: str = "") -> tuple[str, ...]:
     """Return a pytest command that prints the name of each test before it runs and its traceback when it fails."""
-    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu.at_once")
-    shown = ("-vv", "-rs", "--tb=short", "-o", f"faulthandler_timeout={HANG_S}")
-    return (sys.executable, "-m", "pytest", *plugins, *shown, *(f"tests/{path}.py" for path in paths))
-
-
-def _benchmark(name: str, limit_s: float) -> Part:
-    command = (sys.executable, "-m", "benchmarks", name)
-    return Part(name=name, command=command, limit_s=limit_s, rows=RESULTS / f"{name}.jsonl")
+    shown = ("-p", "no:cacheprovider", "-vv", "-rs", "--tb=short", "-o", f"faulthandler_timeout={HANG_S}")
+    return (sys.executable, "-m", "pytest", *shown, *(("-k", keyword) if keyword else ()), path)
 
 
 BUILD = Part(
@@ -55,25 +59,25 @@ BUILD = Part(
 """The part that compiles stock's Adam and the plugin's: 60 s on 2 cores, 41 s on 16. All other parts use the result."""
 
 
-def _tests(name: str, *files: str, limit_s: float, runs_beside: bool = True) -> Part:
-    command = pytest_command(*(f"gpu/{file}" for file in files))
-    return Part(name=name, command=command, limit_s=limit_s, rows=figures_of(name), runs_beside=runs_beside)
+def _tests(name: str, file: str, keyword: str = "", *, limit_s: float, runs_beside: bool = True) -> Part:
+    command = pytest_command(f"tests/gpu/{file}.py", keyword)
+    return Part(name=name, command=command, limit_s=limit_s, runs_beside=runs_beside)
 
 
 def parts() -> list[Part]:
     """Return the parts of ``make gpu-check``: first the build, which the others need, and last those that measure."""
     return [
         BUILD,
-        _tests("kernel", "test_kernel", "test_norms", limit_s=240),
-        _tests("executor", "test_gpu_executor", "test_locking", limit_s=240),
-        _tests("placements", "test_placements", limit_s=80),
-        _tests("engine", "test_engine", limit_s=150),
-        _tests("long", "test_long", limit_s=150),
-        _tests("processes", "test_processes", limit_s=80),
-        _tests("large", "test_large", limit_s=60),
-        _tests("sanitizer", "test_sanitizer", limit_s=60),
-        _tests("streams", "test_streams", limit_s=60, runs_beside=False),
-        _tests("profile", "test_gpu_profile", limit_s=60, runs_beside=False),
+        _tests("kernel", "test_kernel", limit_s=240),
+        _tests("executor", "test_executor", "not billion and not sanitizer", limit_s=240),
+        _tests("large", "test_executor", "billion", limit_s=60),
+        _tests("sanitizer", "test_executor", "sanitizer", limit_s=60),
+        _tests("placements", "test_engine", "placements", limit_s=80),
+        _tests("long", "test_engine", "long", limit_s=150),
+        _tests("processes", "test_engine", "processes", limit_s=80),
+        _tests("engine", "test_engine", "not placements and not long and not processes", limit_s=150),
+        _tests("streams", "test_streams", "not profile", limit_s=60, runs_beside=False),
+        _tests("profile", "test_streams", "profile", limit_s=60, runs_beside=False),
     ]
 
 
@@ -87,9 +91,11 @@ def side_by_side(chosen: Sequence[Part]) -> Iterator[list[Part]]:
 
 
 def measure_parts() -> list[Part]:
-    """Return the parts of ``make gpu-measure``: small benchmarks at full effort."""
-    benchmarks = {"copy": 45, "adam": 90}
-    return [BUILD, *(_benchmark(name, limit_s) for name, limit_s in benchmarks.items())]
+    """Return the parts of ``make gpu-measure``: small benchmarks at full effort, whose rows are in OUT if it is set."""
+    output = ("--output", os.environ["OUT"]) if os.environ.get("OUT") else ()
+    program = (sys.executable, "-m", "benchmarks")
+    limits_s = {"copy": 45, "adam": 90}
+    return [BUILD, *(Part(name=name, command=(*program, name, *output), limit_s=s) for name, s in limits_s.items())]
 
 
 def chosen_parts(listed: Sequence[Part], names: Sequence[str]) -> list[Part]:

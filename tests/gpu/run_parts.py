@@ -22,12 +22,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 
-from tests.gpu.figures import FIGURES_FILE
-from tests.gpu.parts import Part, chosen_parts, measure_parts, parts, side_by_side
-from tests.gpu.time_left import PART_ENDS
+from tests.gpu.parts import PART_ENDS, Part, chosen_parts, measure_parts, parts, side_by_side
 from tests.launch import REPOSITORY
 
 GPU_LIMIT_S = 25
@@ -43,50 +40,33 @@ REMEDY = (
     "Run it on a machine with a GPU, with a Python whose PyTorch is built for CUDA: make gpu-check PYTHON=python3, "
     "or another Python that has torch, deepspeed and all other packages that setup.cfg lists, including [test]."
 )
-
-
-class PartStatus(Enum):
-    """The outcome of a part in one word."""
-
-    PASSED = "passed"
-    FAILED = "FAILED"
-    TIMED_OUT = "TIMED OUT"
-    WAIVED = "WAIVED"
+PASSED, FAILED, TIMED_OUT, WAIVED = "passed", "FAILED", "TIMED OUT", "WAIVED"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a part; ``why`` explains its status."""
+    """The result of a part: its status, which is one of the four words above, and an explanation."""
 
     name: str
-    status: PartStatus
+    status: str
     seconds: float
     why: str
-    rows: tuple[object, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.status.value:<9}  {self.name:<12}  {self.seconds:5.0f} s  {self.why}"
+        return f"{self.status:<9}  {self.name:<12}  {self.seconds:5.0f} s  {self.why}"
 
 
 def no_gpu() -> str:
     """Return the reason why this Python cannot use a GPU, or an empty string if it can."""
-    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'none')"
+    code = "import torch; print('GPU' if torch.cuda.is_available() else 'none')"
+    options = {"cwd": REPOSITORY, "env": _environment(), "capture_output": True, "text": True, "timeout": GPU_LIMIT_S}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=REPOSITORY,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=GPU_LIMIT_S,
-        )
+        done = subprocess.run([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired:
         return f"PyTorch does not report within {GPU_LIMIT_S} s whether there is one"
     if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or ["PyTorch cannot be imported"])[-1]
-    if done.stdout.split("\n")[-2:-1] == ["none"]:
-        return f"torch.cuda.is_available() is false in {sys.executable}"
-    return ""
+        return str((done.stderr.strip().splitlines() or ["PyTorch cannot be imported"])[-1])
+    return f"torch.cuda.is_available() is false in {sys.executable}" if done.stdout.split()[-1] == "none" else ""
 
 
 def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu) -> int:
@@ -118,7 +98,7 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
         print(f"No GPU: {problem}.\n{REMEDY}")
         return 2
     print(f"Written: {out}")
-    return int(any(outcome.status in (PartStatus.FAILED, PartStatus.TIMED_OUT) for outcome in outcomes))
+    return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
 
 
 def _log_of(name: str, out: Path) -> Path:
@@ -130,7 +110,7 @@ def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> 
     """Run the parts at the same time, and yield each outcome when its part ends. Run none if there is a ``problem``."""
     if problem:
         for part in group:
-            yield Outcome(name=part.name, status=PartStatus.WAIVED, seconds=0, why=f"no GPU: {problem}")
+            yield Outcome(name=part.name, status=WAIVED, seconds=0, why=f"no GPU: {problem}")
         return
     started: list[str] = []
     with ThreadPoolExecutor(len(group)) as threads:
@@ -150,17 +130,14 @@ def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> 
 def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
     """Run the part, and append the variable of its processes to ``started``."""
     print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
-    environment, log = _environment(), _log_of(part.name, out)
+    log, start_s = _log_of(part.name, out), time.monotonic()
+    # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
+    variables = {PART_ENDS: str(time.time() + limit_s - ABORT_S), "OUT": str(out)}
+    variable = f"{PART_ENDS}={variables[PART_ENDS]}"
+    started.append(variable)
     if part.runs_beside:
         # Each part would start a thread per core otherwise, and the parts would wait for each other's threads.
-        environment = {**environment, "OMP_NUM_THREADS": str(THREADS_BESIDE)}
-    if part.rows is not None:
-        environment = {**environment, FIGURES_FILE: str(part.rows)}
-    before = _lines(part.rows)
-    start_s = time.monotonic()
-    # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
-    ends = str(time.time() + limit_s - ABORT_S)
-    started.append(f"{PART_ENDS}={ends}")
+        variables["OMP_NUM_THREADS"] = str(THREADS_BESIDE)
     with log.open("wb") as text:
         text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
         text.flush()
@@ -168,37 +145,36 @@ def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
         process = subprocess.Popen(
             part.command,
             cwd=REPOSITORY,
-            env={**environment, PART_ENDS: ends, "OUT": str(out)},
+            env={**_environment(), **variables},
             stdin=subprocess.DEVNULL,
             stdout=text,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        timed_out = False
         try:
-            returncode: int | None = process.wait(timeout=max(0.1, limit_s - ABORT_S))
-            written = _written(log, begin)
+            process.wait(timeout=max(0.1, limit_s - ABORT_S))
         except subprocess.TimeoutExpired:
-            returncode, written = None, _written(log, begin)
+            timed_out = True
+        written = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+        if timed_out:
             # Python writes the stacks of all threads (PYTHONFAULTHANDLER).
             process.send_signal(signal.SIGABRT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=ABORT_S)
-        finally:
-            kill_all(f"{PART_ENDS}={ends}")
-            # A process inside the driver of a GPU that hangs cannot be killed: do not let other parts wait for it.
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=ABORT_S)
-    if returncode is None:
-        status, why = PartStatus.TIMED_OUT, f"after {limit_s:.0f} s, at: {written[-1] if written else 'nothing yet'}"
-    elif returncode < 0:
-        status, why = PartStatus.FAILED, f"ended by {signal.Signals(-returncode).name}: see its stacks in log.txt"
-    elif returncode == 0 and written and re.match(r"=* *\d+ skipped(, \d+ warnings?)? in ", written[-1]):
-        status, why = PartStatus.WAIVED, next(line for line in written if line.startswith("SKIPPED"))
-    else:
-        status = PartStatus.PASSED if returncode == 0 else PartStatus.FAILED
-        why = written[-1] if written else f"exit code {returncode}"
-    rows = _whole_rows(_lines(part.rows)[len(before) :])
-    return Outcome(name=part.name, status=status, seconds=time.monotonic() - start_s, why=why, rows=rows)
+        # A process inside the driver of a GPU that hangs cannot be killed: do not let other parts wait for it.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=ABORT_S)
+        kill_all(variable)
+    last = written[-1] if written else "nothing yet"
+    status, why = PASSED, last
+    if timed_out:
+        status, why = TIMED_OUT, f"after {limit_s:.0f} s, at: {last}"
+    elif process.returncode < 0:
+        status, why = FAILED, f"ended by {signal.Signals(-process.returncode).name}: see its stacks in log.txt"
+    elif process.returncode > 0:
+        status = FAILED
+    elif re.match(r"=* *\d+ skipped(, \d+ (warnings?|deselected))* in ", last):
+        status, why = WAIVED, next(line for line in written if line.startswith("SKIPPED"))
+    return Outcome(name=part.name, status=status, seconds=time.monotonic() - start_s, why=why)
 
 
 def remove_compiler_locks(extensions: Path) -> None:
@@ -222,28 +198,10 @@ def kill_all(variable: str) -> None:
                 os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
-def _written(log: Path, begin: int) -> list[str]:
-    return log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-
-
-def _whole_rows(lines: Sequence[str]) -> tuple[object, ...]:
-    """Return the rows without a line that a killed part wrote incompletely."""
-    rows: list[object] = []
-    for line in lines:
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return tuple(rows)
-
-
-def _lines(path: Path | None) -> list[str]:
-    return path.read_text().splitlines() if path is not None and path.exists() else []
-
-
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
     """Write the outcomes so far; the JSON file is replaced at once, so that a killed run leaves a readable file."""
-    summary = [{**asdict(outcome), "status": outcome.status.value} for outcome in outcomes]
     partial = out / ".summary.json"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     os.replace(partial, out / "summary.json")
     (out / "summary.txt").write_text("".join(f"{outcome}\n" for outcome in outcomes))
 
@@ -260,13 +218,8 @@ def _environment() -> Mapping[str, str]:
     }
 
 
-def main() -> int:
-    """Run the parts that the command line names, and return the exit code. Raise ``SystemExit`` for an unknown name."""
+if __name__ == "__main__":
     which, *names = sys.argv[1:]
     listed = {"check": parts, "measure": measure_parts}[which]()
-    out = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{which}").resolve()
-    return check(chosen_parts(listed, names), out)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    output = Path(os.environ.get("OUT") or REPOSITORY / ".cache" / f"gpu-{which}").resolve()
+    raise SystemExit(check(chosen_parts(listed, names), output))

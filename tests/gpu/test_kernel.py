@@ -14,7 +14,8 @@ from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
-from tests.gpu.kernels import device, on_cpu, on_gpu, train_both, triton_adam
+from deep_opt_states.zero.step.norms import sums_in_order
+from tests.gpu.updates import on_cpu, on_gpu, train_both, triton_adam
 from tests.kernels.adam_steps import (
     BETAS,
     GRADS,
@@ -126,20 +127,21 @@ def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch
     assert differences(found, replace(found, master=master, param=master.to(param_dtype))) == []
 
 
+def update_both(gpu_tensors: AdamTensors, cpu_tensors: AdamTensors) -> None:
+    """Update the tensors by one step, each with its kernel."""
+    cpu = FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1)
+    for kernel, tensors in ((triton_adam(), gpu_tensors), (cpu, cpu_tensors)):
+        kernel.begin_step([STEP])
+        kernel.update(0, tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_every_16_bit_pattern_have_the_bits_of_the_cpu_kernel(dtype: torch.dtype) -> None:
     grad = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
-    zeros = torch.zeros(len(grad))
-    cpu_tensors = AdamTensors(
-        master=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), grad=grad, param=None
-    )
+    states = {name: torch.zeros(len(grad)) for name in ("master", "exp_avg", "exp_avg_sq")}
+    cpu_tensors = AdamTensors(**states, grad=grad, param=None)
     gpu_tensors = on_gpu(cpu_tensors)
-    for kernel, tensors in (
-        (triton_adam(), gpu_tensors),
-        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), cpu_tensors),
-    ):
-        kernel.begin_step([STEP])
-        kernel.update(0, tensors)
+    update_both(gpu_tensors, cpu_tensors)
     assert differences(on_cpu(gpu_tensors), cpu_tensors) == []
 
 
@@ -164,13 +166,9 @@ def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_blocks_the_host() 
             tensors = on_gpu(plain)
             assert tensors.param is not None
             for begin in (0, 1):
-                part = AdamTensors(
-                    master=tensors.master[:numel],
-                    exp_avg=tensors.exp_avg[:numel],
-                    exp_avg_sq=tensors.exp_avg_sq[:numel],
-                    grad=tensors.grad[begin : numel + begin],
-                    param=tensors.param[begin : numel + begin],
-                )
+                states = {name: getattr(tensors, name)[:numel] for name in ("master", "exp_avg", "exp_avg_sq")}
+                grad, param = (tensor[begin : numel + begin] for tensor in (tensors.grad, tensors.param))
+                part = AdamTensors(**states, grad=grad, param=param)
                 for weight_decay in (0.0, 0.1):
                     torch.cuda.synchronize()
                     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -181,7 +179,11 @@ def test_a_compiled_kernel_neither_compiles_nor_allocates_nor_blocks_the_host() 
                     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
         assert len(compiled) == at_start
         other = TritonAdam(
-            machine_arithmetic(), BETAS, adamw=True, device=device(), block=BlockShape(elements=256, warps=2)
+            machine_arithmetic(),
+            BETAS,
+            adamw=True,
+            device=torch.device("cuda", 0),
+            block=BlockShape(elements=256, warps=2),
         )
         other.compile([torch.float16], [None])
         assert len(compiled) > at_start, "the hook is called for a compilation"
@@ -225,29 +227,21 @@ def test_more_elements_than_an_int32_counts_have_the_bits_of_the_cpu_kernel() ->
 
     gpu_tensors = replace(small, **{name: large(tensor) for name, tensor in vars(small).items()})
     cpu_tensors = copied(small)
-    for kernel, tensors in (
-        (triton_adam(), gpu_tensors),
-        (FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1), cpu_tensors),
-    ):
-        kernel.begin_step([STEP])
-        kernel.update(0, tensors)
+    update_both(gpu_tensors, cpu_tensors)
     found = replace(gpu_tensors, **{name: tensor[-part:].cpu() for name, tensor in vars(gpu_tensors).items()})
     assert differences(found, cpu_tensors) == []
     assert not bool(gpu_tensors.master[:-part].any()), "zeros stay zeros"
 
 
-def test_tensors_that_do_not_fit_are_refused_by_the_gpu_kernel() -> None:
-    plain, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
-    tensors = on_gpu(plain)
-    kernel = triton_adam()
-    kernel.begin_step([STEP])
-    for wrong in (
-        plain,
-        replace(tensors, exp_avg=tensors.exp_avg[:-1]),
-        replace(tensors, master=tensors.master.double()),
-        replace(tensors, grad=tensors.grad.double()),
-        replace(tensors, exp_avg_sq=torch.zeros(128, device="cuda")[::2]),
-        replace(tensors, exp_avg_sq=torch.zeros(65, device="cuda")[1:]),
-    ):
-        with pytest.raises(AssertionError):
-            kernel.update(0, wrong)
+def test_the_sums_of_norms_have_the_bits_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, dtype=torch.float64, generator=generator).exp() ** 2
+    offsets = torch.tensor([0, 3000, 3000, 3001, 5000])
+    expected = sums_in_order(values, offsets)
+    values, offsets = values.cuda(), offsets.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = sums_in_order(values, offsets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.cpu(), expected)

@@ -1,8 +1,10 @@
-"""Test the streams of an update on a GPU: they overlap, the host does not block, and events give their order."""
+"""Test the streams of an update on a GPU: they overlap, and the host does not block. Profile this machine."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,30 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness.rows import spread
-from deep_opt_states.device.cuda import CHUNK_BYTES, CudaDevice
-from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.profiler.ranks import ProcessGroup, collective
+from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
-from tests.gpu.figures import figure
-from tests.gpu.kernels import triton_adam
-from tests.gpu.small_copies import DIRECTIONS, SmallCopies
-from tests.gpu.updates import (
-    cuda_states,
-    deferred,
-    host_adam,
-    late_backward,
-    random_plan,
-    serial_of_deferred,
-    steps_for,
-)
-from tests.runtime.random_states import same
-from tests.runtime.whole_update import run_update
+from tests.gpu.parts import seconds_left
+from tests.gpu.updates import deferred, executing, late_backward, random_plan, serial_of_deferred, steps_for
+from tests.launch import REPOSITORY
+from tests.runtime.random_states import run_update, same
 
 Interval = tuple[float, float]
-LARGE_BYTES = 2**28
-"""The bytes of a state of 64 million parameters."""
 
 
 @contextmanager
@@ -75,27 +65,13 @@ def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
     assert early.seconds_after(late) == pytest.approx(-between_s, rel=1e-3)
 
 
-@contextmanager
-def streamed(count: int, numel: int, num_slots: int) -> Iterator[tuple[Executor, UpdatePlan]]:
-    """Yield an executor of equal units, all of them streamed, after its first update; gradients are written."""
-    workload = Workload.from_numels([numel] * count)
-    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
-    device = CudaDevice(torch.cuda.current_device())
-    _, states = cuda_states(device, plan, plan, torch.bfloat16, torch.bfloat16, seed=0)
-    kernel = triton_adam()
-    kernel.compile([torch.bfloat16], [torch.bfloat16])
-    executor = Executor(plan.schedule, states, device, host_adam(), kernel)
-    try:
-        late_backward(plan, states, 1)
-        run_update(executor, steps_for(plan, 1)[0])
-        yield executor, plan
-    finally:
-        executor.close()
-
-
 def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    with streamed(count=10, numel=4_000_000, num_slots=3) as (executor, plan):
+    workload = Workload.from_numels([4_000_000] * 10)
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=3)
+    with executing(plan, plan, torch.bfloat16, torch.bfloat16, seed=0) as (executor, _, states):
+        late_backward(plan, states, 1)
+        run_update(executor, steps_for(plan, 1)[0])
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             run_update(executor, steps_for(plan, 2)[1])
@@ -104,8 +80,6 @@ def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
     assert len(lanes["kernel"]) == len(plan.placements)
     assert min(len(lanes["h2d"]), len(lanes["d2h"])) >= 3 * len(plan.placements)
     found_s = {(one, other): overlap_s(lanes[one], lanes[other]) for one, other in combinations(lanes, 2)}
-    for (one, other), seconds in found_s.items():
-        figure(f"overlap in an update, {one} and {other}", seconds, "s")
     assert found_s["h2d", "d2h"] > 0
     # A kernel takes a thirtieth of the time of a copy: one direction may be idle when it starts, but not both.
     assert found_s["h2d", "kernel"] + found_s["d2h", "kernel"] > 0
@@ -129,19 +103,30 @@ def overlap_s(one: Sequence[Interval], other: Sequence[Interval]) -> float:
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
 
 
-def test_the_latency_of_a_small_copy_beside_the_lanes_is_reported() -> None:
-    """Report it with and without chunks: no documentation promises that another stream's copy may overtake a chunk."""
-    bytes_per_s = {}
-    for variant, chunk_bytes in {"copies in chunks": CHUNK_BYTES, "whole copies": sys.maxsize}.items():
-        probe = SmallCopies(CudaDevice(torch.cuda.current_device(), chunk_bytes), LARGE_BYTES)
-        for direction in DIRECTIONS:
-            for condition, found_s in (
-                ("alone", probe.alone_s(direction, 20)),
-                ("beside the lanes", probe.beside_lanes_s(direction, 20)),
-            ):
-                for name, seconds in {**spread(found_s), "longest": max(found_s)}.items():
-                    figure(f"latency of a 1 KB copy {condition}, {direction}, {variant}, {name}", seconds, "s")
-            bytes_per_s[direction, variant] = probe.lane_bytes_per_s(direction)
-    for direction in DIRECTIONS:
-        cost = 1 - bytes_per_s[direction, "copies in chunks"] / bytes_per_s[direction, "whole copies"]
-        figure(f"bandwidth that chunks cost, {direction}", cost, "share")
+def test_a_quick_profile_measures_every_quantity_of_the_gpu() -> None:
+    path = Path(os.environ.get("OUT") or REPOSITORY / ".cache") / "profile.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "deep_opt_states.cli", "profile", "--quick", "--output", str(path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "DS_ACCELERATOR": "cuda"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds_left(),
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    profile = HardwareProfile.from_json(path.read_text())
+    for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s"):
+        assert profile.measurements[name].waived is None, name
+
+
+def test_collectives_over_nccl_are_measured_for_the_profile(tmp_path: Path) -> None:
+    """Check the probes with one rank, since the machine may have one GPU. One rank passes on no bytes."""
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        for reduces in (False, True):
+            assert collective(CudaDevice(0), ProcessGroup(world), 2**26, "rate", reduces=reduces)() == {"rate": 0.0}
+    finally:
+        torch.distributed.destroy_process_group()

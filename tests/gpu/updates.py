@@ -1,35 +1,100 @@
-"""Execute schedules on a CUDA device, with shapes for which copies take most of the time, and the serial reference."""
+"""Run the GPU kernel next to the CPU kernel, and execute schedules on a CUDA device next to the serial reference.
+
+The shapes of the schedules are such that copies take most of the time. As a program, it is the one that
+compute-sanitizer runs.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
 import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.fused import FusedAdam
+from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Workload
-from tests.gpu.kernels import triton_adam
-from tests.kernels.adam_steps import BETAS, machine_arithmetic, steps_of
+from tests.kernels.adam_steps import (
+    BETAS,
+    copied,
+    differences,
+    machine_arithmetic,
+    random_tensors,
+    steps_of,
+    with_infinities,
+)
 from tests.runtime.random_states import (
     cut,
     gradients,
     make_states,
     place,
+    run_update,
+    same,
     tensors_of,
     update_serially,
     with_persistent,
 )
-from tests.runtime.whole_update import run_update
+
+
+def on_gpu(tensors: AdamTensors) -> AdamTensors:
+    """Return copies of the tensors on the GPU."""
+    return tensors.map(lambda tensor: tensor.to("cuda", copy=True))
+
+
+def on_cpu(tensors: AdamTensors) -> AdamTensors:
+    """Return the tensors in host memory."""
+    return tensors.map(torch.Tensor.cpu)
+
+
+def triton_adam(*, adamw: bool = True, arithmetic: Arithmetic | None = None) -> TritonAdam:
+    """Return the GPU kernel with this machine's arithmetic, or with another."""
+    return TritonAdam(
+        arithmetic or machine_arithmetic(), BETAS, adamw=adamw, device=torch.device("cuda", torch.cuda.current_device())
+    )
+
+
+def train_both(
+    steps: Sequence[AdamStep],
+    numel: int,
+    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype | None,
+    *,
+    adamw: bool = True,
+    arithmetic: Arithmetic | None = None,
+    seed: int = 0,
+    infinities: bool = False,
+    placed: Callable[[AdamTensors], AdamTensors] = on_gpu,
+) -> list[str]:
+    """Train with both kernels and return the differences after the first step with any.
+
+    ``placed`` copies the tensors to the GPU.
+    """
+    arithmetic = arithmetic or machine_arithmetic()
+    cpu_tensors, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
+    gpu_tensors = placed(copied(cpu_tensors))
+    gpu = triton_adam(adamw=adamw, arithmetic=arithmetic)
+    cpu = FusedAdam(arithmetic, BETAS, adamw=adamw, num_threads=4)
+    for step in steps:
+        grad = with_infinities(gradient(), step.step) if infinities else gradient()
+        cpu_tensors.grad.copy_(grad)
+        gpu_tensors.grad.copy_(grad)
+        for kernel, tensors in ((gpu, gpu_tensors), (cpu, cpu_tensors)):
+            kernel.begin_step([step])
+            kernel.update(0, tensors)
+        if found := differences(on_cpu(gpu_tensors), cpu_tensors):
+            return [f"step {step.step}", *found]
+    return []
+
 
 GATHER_CYCLES = 20_000_000
 """Cycles of the GPU's clock, about ten milliseconds: longer than the host needs to issue an update."""
@@ -107,6 +172,22 @@ def late_backward(plan: UpdatePlan, states: Sequence[UnitState], step: int) -> N
             part.grad.copy_(part.elements.view(arrived[part.sub_group]), non_blocking=True)
 
 
+@contextmanager
+def executing(
+    plan: UpdatePlan, units: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int
+) -> Iterator[tuple[Executor, list[UnitState], list[UnitState]]]:
+    """Yield an executor of ``units``, the sub-groups, and the states of the units."""
+    device = CudaDevice(torch.cuda.current_device())
+    whole, states = cuda_states(device, plan, units, dtype, grad_dtypes, seed)
+    kernel = triton_adam()
+    kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
+    executor = Executor(units.schedule, states, device, host_adam(), kernel)
+    try:
+        yield executor, whole, states
+    finally:
+        executor.close()
+
+
 def executed(
     plan: UpdatePlan, dtype: torch.dtype, grad_dtypes: GradDtypes, seed: int, count: int = 4
 ) -> list[torch.Tensor]:
@@ -115,14 +196,9 @@ def executed(
     The gather runs on a stream of its own that waits for no other stream, as DeepSpeed's all-gathers do with
     ``overlap_comm``. Backward writes the gradients late. The tensors are in host memory.
     """
-    device = CudaDevice(torch.cuda.current_device())
-    _, states = cuda_states(device, plan, plan, dtype, grad_dtypes, seed)
-    kernel = triton_adam()
-    kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
-    executor = Executor(plan.schedule, states, device, host_adam(), kernel)
     gather = torch.cuda.Stream()
     found: list[torch.Tensor] = []
-    try:
+    with executing(plan, plan, dtype, grad_dtypes, seed) as (executor, _, states):
         for number, steps in enumerate(steps_for(plan, count), start=1):
             with torch.cuda.stream(gather):
                 gathered = [param.clone() for param in tensors_of(states, ["param"])]
@@ -134,8 +210,6 @@ def executed(
         with torch.cuda.stream(gather):
             found.extend(tensor.clone() for tensor in tensors_of(states))
         gather.synchronize()
-    finally:
-        executor.close()
     return [tensor.cpu() for tensor in found]
 
 
@@ -150,19 +224,14 @@ def deferred(
     """Execute the plan with deferred updates, and return persistent and gathered parameters, and the final states.
 
     For each step, these are the persistent parameters directly after the update has started, and the parameters that
-    the next forward gathers unit by unit while the update continues. Half of the steps are prefetched;
-    in the other half ``advance`` issues all actions that it can. Calls that training makes during an update are made
-    inside ``issuing``.
+    the next forward gathers unit by unit while the update continues. Half of the steps are prefetched; in the other
+    half ``advance`` issues all actions that it can. Calls that training makes during an update are made inside
+    ``issuing``.
     """
-    device = CudaDevice(torch.cuda.current_device())
     units = with_persistent(plan, persistent_ranges(plan, seed))
-    whole, states = cuda_states(device, plan, units, dtype, grad_dtypes, seed)
-    kernel = triton_adam()
-    kernel.compile({torch.float32, *dtypes_of(plan, grad_dtypes)}, [dtype])
-    executor = Executor(units.schedule, states, device, host_adam(), kernel)
     gather = torch.cuda.Stream()
     found: list[torch.Tensor] = []
-    try:
+    with executing(plan, units, dtype, grad_dtypes, seed) as (executor, whole, states):
         for number, steps in enumerate(steps_for(plan, count), start=1):
             if number % 2:
                 with issuing():
@@ -186,8 +255,6 @@ def deferred(
         executor.sync_states_to_host()
         found.extend(tensor.clone() for tensor in tensors_of(whole))
         torch.cuda.synchronize()
-    finally:
-        executor.close()
     return [tensor.cpu() for tensor in found]
 
 
@@ -236,3 +303,19 @@ def serial(
         _set_gradients(plan, states, grad_dtypes, number)
         update_serially(states, adam, steps)
     return [*found, *tensors_of(states)]
+
+
+def main() -> None:
+    """Run the kernel on odd lengths, and the executor on a plan with every placement, and check the bits."""
+    for numel in (1, 17, 4099):
+        assert train_both(steps_of(1), numel, torch.bfloat16, torch.bfloat16) == []
+    plan = UpdatePlan(
+        workload=Workload.from_numels([33, 5000, 4096, 17]), placements=(*Placement, Placement.STREAMED), num_slots=1
+    )
+    found = executed(plan, torch.bfloat16, torch.bfloat16, seed=0, count=2)
+    assert same(found, serial(plan, torch.bfloat16, torch.bfloat16, seed=0, count=2))
+    print("same bits")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,15 @@
-"""Run steps of Adam on one sub-group, with one of our kernels or as stock's ``step()`` does in three passes."""
+"""Run steps of Adam on one sub-group, with one of our kernels or as stock's ``step()`` does in three passes.
+
+Tensors are random, or such that rounding, overflow, underflow and NaN are difficult, at any alignment and between
+guards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -48,14 +53,8 @@ def fused(
     dtypes: StateDtypes = FP32_STATES,
 ) -> FusedAdam:
     """Return the C++ kernel with this machine's arithmetic."""
-    return FusedAdam(
-        machine_arithmetic(dtypes),
-        BETAS,
-        adamw=adamw,
-        num_threads=num_threads,
-        cores=cores,
-        instruction_set=instruction_set,
-    )
+    options = {"adamw": adamw, "num_threads": num_threads, "cores": cores, "instruction_set": instruction_set}
+    return FusedAdam(machine_arithmetic(dtypes), BETAS, **options)
 
 
 class Stock:
@@ -65,22 +64,14 @@ class Stock:
     def __init__(self, tensors: AdamTensors, *, adamw: bool) -> None:
         self._master = torch.nn.Parameter(tensors.master)
         self._optimizer = DeepSpeedCPUAdam([self._master], betas=BETAS, adamw_mode=adamw)
-        self._optimizer.state[self._master] = {
-            "step": 0,
-            "exp_avg": tensors.exp_avg,
-            "exp_avg_sq": tensors.exp_avg_sq,
-        }
+        moments = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
+        self._optimizer.state[self._master] = {"step": 0, **moments}
         self._param = tensors.param
 
     def update(self, step: AdamStep, grad: torch.Tensor) -> None:
-        group = self._optimizer.param_groups[0]
-        group.update(
-            lr=step.lr,
-            betas=(step.beta1, step.beta2),
-            eps=step.eps,
-            weight_decay=step.weight_decay,
-            bias_correction=step.bias_correction,
-        )
+        names = ("lr", "eps", "weight_decay", "bias_correction")
+        changes = {name: getattr(step, name) for name in names}
+        self._optimizer.param_groups[0].update(betas=(step.beta1, step.beta2), **changes)
         self._optimizer.state[self._master]["step"] = step.step - 1
         self._master.grad = grad.to(self._master.dtype, copy=True)
         self._master.grad.mul_(step.grad_scale)
@@ -128,12 +119,7 @@ def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 def in_dtypes(tensors: AdamTensors, dtypes: StateDtypes) -> AdamTensors:
     """Return copies of the tensors, with the states in ``dtypes``."""
     copies = copied(tensors)
-    return replace(
-        copies,
-        master=copies.master.to(dtypes.master),
-        exp_avg=copies.exp_avg.to(dtypes.moment),
-        exp_avg_sq=copies.exp_avg_sq.to(dtypes.moment),
-    )
+    return replace(copies, **{name: getattr(copies, name).to(dtype) for name, dtype in dtypes.by_name.items()})
 
 
 def copied(tensors: AdamTensors) -> AdamTensors:
@@ -160,3 +146,50 @@ def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
         ):
             differ.append(name)
     return differ
+
+
+def difficult_tensors(
+    numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, states: StateDtypes, seed: int
+) -> tuple[AdamTensors, Callable[[], torch.Tensor]]:
+    """Return a sub-group whose rounding is difficult, and a function that returns its next gradient.
+
+    A fifth of the elements stays as it is without weight decay: ties of bf16 and fp16, and their neighbours, which so
+    reach the conversion to 16 bits. A few moments are negative, infinite or NaN. The gradient and the parameters begin
+    at a multiple of 16 bytes or behind it, by ``seed``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    plain, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
+    still = torch.rand(numel, generator=generator) < 0.2
+    bits = torch.randint(0x38000000, 0x47800000, (numel,), generator=generator, dtype=torch.int32)
+    ties = torch.where(bits % 2 == 0, bits & -0x10000 | 0x8000, bits & -0x2000 | 0x1000)
+    ties = (ties + torch.randint(-1, 2, (numel,), generator=generator, dtype=torch.int32)).view(torch.float32)
+    moments = with_infinities(plain.exp_avg, seed).masked_fill(still, 0)
+    negative = torch.rand(numel, generator=generator) < 0.05
+    squares = torch.where(negative & ~still, -plain.exp_avg_sq, plain.exp_avg_sq)
+    tensors = in_dtypes(
+        replace(plain, master=ties.where(still, plain.master), exp_avg=moments, exp_avg_sq=squares), states
+    )
+
+    def shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        return torch.cat([tensor[:1], tensor])[offset:][:numel]
+
+    grad = shifted(tensors.grad, seed % 2)
+    param = None if tensors.param is None else shifted(tensors.param, seed // 2 % 2)
+    return replace(tensors, grad=grad, param=param), lambda: gradient().masked_fill(still, 0)
+
+
+def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Return x * y + z, rounded once to float32.
+
+    The exact result is rounded to odd in float64, and then to float32. This is correct because float64 has more than
+    twice the bits of float32, plus two (Boldo, Melquiond).
+    """
+    x, y, z = (np.asarray(operand, dtype=np.float32).astype(np.float64) for operand in (x, y, z))
+    product_ = x * y  # exact: 48 bits
+    total = product_ + z
+    rounded_z = total - product_
+    error = (product_ - (total - rounded_z)) + (z - rounded_z)
+    even = np.asarray(total).view(np.int64) % 2 == 0
+    inexact = np.isfinite(total) & np.isfinite(error) & (error != 0)
+    odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where(inexact & even, odd, total).astype(np.float32)

@@ -3,33 +3,195 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from deep_opt_states.device.kernels.adam import BF16_MASTERS, BF16_STATES, FP32_STATES, StateDtypes
-from deep_opt_states.device.kernels.arithmetic import Tail
-from deep_opt_states.device.kernels.triton_kernel import OPTIONS
-from tests.kernels.adam_steps import GRADS, PARAMS
-from tests.kernels.compiled import (
-    CAPABILITIES,
-    ELEMENTS_PER_THREAD,
-    check_nothing_is_contracted,
-    check_rounding,
-    compile_kernel,
-    compile_launches,
-    compile_update,
+from deep_opt_states.device.kernels import triton_adam, triton_kernel
+from deep_opt_states.device.kernels.adam import (
+    BF16_MASTERS,
+    BF16_STATES,
+    FP32_STATES,
+    STATES,
+    AdamTensors,
+    ElementRange,
+    StateDtypes,
+)
+from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
+from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, BlockShape, TritonAdam
+from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
+from tests.kernels.adam_steps import (
+    BETAS,
+    GRADS,
+    PARAMS,
+    STEP,
+    random_tensors,
 )
 from tests.launch import run_ranks
 from tests.tiers import thorough
 
-pytestmark = pytest.mark.usefixtures("compiled_anew")
+CAPABILITIES = (80, 90, 100, 120)
+"""The compute capabilities of A100, of H100 and H200, of B200, and of the Blackwell GPUs of workstations."""
 
-DTYPES = [("*bf16", "*bf16"), ("*fp32", "*bf16"), ("*fp16", "*fp16")]
+ELEMENTS_PER_THREAD = BlockShape().elements // (32 * BlockShape().warps)
+
+NOT_ARITHMETIC = {"ld", "st", "mov", "setp", "selp", "cvt"}
+"""Instructions that are no arithmetic. Conversions between fp16 and fp32 are in ``CONVERSIONS``."""
+
+ROUNDED_ONCE = {"fma.rn.f32", "mul.rn.f32", "add.rn.f32", "sqrt.rn.f32", "div.rn.f32", "fma.rn.f32x2", "mul.rn.f32x2"}
+"""Instructions that round once. ``add.rn.f32x2`` is missing: ptxas 12.9 fuses packed products into it despite .rn."""
+
+CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.f16x2.f32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """The PTX and the machine code of a compiled kernel."""
+
+    ptx: str
+    cubin: bytes
+
+    @property
+    def arithmetic(self) -> Counter[str]:
+        """Count the fp32 instructions in PTX by their full name, those on packed pairs (``.f32x2``) included."""
+        names = re.findall(r"^\s*(?:@!?%p\d+\s+)?(\w+(?:\.\w+)*\.f32(?:x2)?)\s", self.ptx, re.M)
+        return Counter(name for name in names if name.split(".")[0] not in NOT_ARITHMETIC)
+
+    def operations(self, name: str) -> int:
+        """Count the operations of PTX instruction ``name``, such as ``mul.rn.f32``; a packed instruction is two."""
+        return self.arithmetic[name] + 2 * self.arithmetic[f"{name}x2"]
+
+    def machine_operations(self, folder: Path) -> Counter[str]:
+        """Count FADD, FMUL and FFMA in the machine code; a packed instruction is two.
+
+        Instructions with a suffix, such as ``FMUL.FTZ``, are left out: they occur in the sequences that ptxas generates
+        for a division or a square root, which are correctly rounded as a whole.
+        """
+        cubin = folder / "kernel.cubin"
+        cubin.write_bytes(self.cubin)
+        nvdisasm = triton.knobs.nvidia.nvdisasm.path
+        text = subprocess.run([nvdisasm, "-ndf", "-c", cubin], capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(FADD|FMUL|FFMA)(2?)\s", text, re.M)
+        counts: Counter[str] = Counter()
+        for name, packed in found:
+            counts[name] += 2 if packed else 1
+        return counts
+
+
+def compile_kernel(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    capability: int,
+    options: Mapping[str, object],
+) -> Compiled:
+    """Compile ``kernel``. ``types`` has Triton's type of each parameter that is neither fp32 nor a constant."""
+    given = {**types, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: given.get(name, "fp32") for name in kernel.arg_names}
+    pointers = [position for position, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    aligned = {(position,): [["tt.divisibility", ALIGNMENT_BYTES]] for position in pointers}
+    found = triton.compile(
+        ASTSource(kernel, signature, dict(constants), aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={**options, "num_warps": BlockShape().warps},
+    )
+    return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
+
+
+class AbsentGpu:
+    """The part of Triton's driver that a compilation uses, for a GPU that need not be present."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        """Return a number for each capability, since Triton keeps the compiled kernels by the device's number."""
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+class CompilingKernel:
+    """A stand-in for Triton's kernel, whose launches compile for ``capability`` and run nothing.
+
+    ``launched`` holds the kernel of each launch. Triton's own code chooses it, by the types and the alignment of the
+    arguments.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+        self.launched: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int], *arguments: Any, **named: Any) -> None:
+        with mock.patch.object(driver, "_active", AbsentGpu(self._capability)):
+            found = update.run(*arguments, grid=grid, warmup=True, **named)
+        self.launched.append(Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"]))
+
+
+def compile_launches(
+    grad: torch.dtype, param: torch.dtype | None, states: StateDtypes, tail: Tail, capability: int
+) -> list[Compiled]:
+    """Return the kernels that ``TritonAdam`` launches for these dtypes, one for each combination of alignments."""
+    kernel = CompilingKernel(capability)
+    with mock.patch.object(triton_kernel, "update", kernel):
+        adam = TritonAdam(Arithmetic(16, tail), (0.9, 0.95), adamw=True, device=torch.device("cpu"))
+    adam.compile([grad], [param], states)
+    return kernel.launched
+
+
+def check_rounding(compiled: Compiled) -> None:
+    """Raise ``AssertionError`` unless each fp32 operation in PTX rounds once and to nearest, and denormals are kept."""
+    others = set(compiled.arithmetic) - ROUNDED_ONCE
+    assert not others, f"instructions that do not round once, to nearest: {sorted(others)}"
+    conversions = set(re.findall(r"\bcvt\.[\w.]*f32[\w.]*", compiled.ptx)) - CONVERSIONS
+    assert not conversions, f"conversions that may not be exact or round otherwise: {sorted(conversions)}"
+    for word in ("ftz", "approx"):
+        assert word not in compiled.ptx, word
+
+
+def check_nothing_is_contracted(compiled: Compiled, sums: int, folder: Path) -> None:
+    """Raise ``AssertionError`` if a product was fused into one of the ``sums`` of the source, or into a sum of the PTX.
+
+    A contraction turns an FMUL and an FADD into one FFMA. A division may add FMULs, but no FADD.
+    """
+    found = compiled.machine_operations(folder)
+    in_ptx = {name: compiled.operations(f"{name}.rn.f32") for name in ("add", "mul")}
+    assert found["FADD"] == in_ptx["add"] == sums, f"{found} for {in_ptx}, and {sums} sums in the source"
+    assert found["FMUL"] >= in_ptx["mul"], f"{found} for {in_ptx}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Use an empty cache, since Triton would otherwise find the kernels of an earlier run in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+# The instructions
+
+
 FUSION = {**OPTIONS, "enable_fp_fusion": True}
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
@@ -48,44 +210,7 @@ def some_launched(tail: Tail, capability: int) -> list[Dtypes]:
     return LAUNCHED[parts.index((capability, tail)) :: len(parts)]
 
 
-@pytest.mark.promise("P2")
-def test_interpreted_kernel_has_the_bits_of_the_cpu_kernel() -> None:
-    (finished,) = run_ranks(1, ["-m", "tests.kernels.interpreted"], timeout_s=300, fresh=True)
-    assert finished.returncode == 0, finished.output[-3000:]
-    (found,) = finished.answers()
-    assert found["differ"] == []
-    assert len(found["others"]) == 6
-    assert all(found["others"].values()), "another arithmetic gives other bits"
-
-
-@pytest.mark.promise("P2")
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("tail", Tail)
-@pytest.mark.parametrize(("grad", "param"), DTYPES)
-def test_every_operation_rounds_as_ieee_754_requires(grad: str, param: str, tail: Tail, capability: int) -> None:
-    compiled = compile_update(grad, param, tail, capability)
-    check_rounding(compiled)
-    assert compiled.operations("add.rn.f32") == SUMS[tail]
-    assert compiled.operations("sqrt.rn.f32") == 2 * ELEMENTS_PER_THREAD, (
-        "one in whole blocks, and one in partial blocks"
-    )
-    assert compiled.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
-    assert compiled.operations("mul.rn.f32") > 0
-    assert compiled.operations("fma.rn.f32") > 0
-
-
-@pytest.mark.promise("P2")
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("states", [("*bf16", "*fp32"), ("*bf16", "*bf16")])
-def test_every_operation_on_bf16_states_rounds_as_ieee_754_requires(
-    states: tuple[str, str], capability: int, tmp_path: Path
-) -> None:
-    compiled = compile_update("*bf16", "*bf16", Tail.UNFUSED, capability, states=states)
-    check_rounding(compiled)
-    check_nothing_is_contracted(compiled, SUMS[Tail.UNFUSED], tmp_path)
-
-
-@pytest.mark.promise("P2")
+@pytest.mark.P2
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("tail", Tail)
 @pytest.mark.parametrize("chosen", ["some", thorough("all")])
@@ -98,29 +223,10 @@ def test_every_launched_kernel_rounds_as_ieee_754_requires_and_contracts_nothing
         for kernel in compiled:
             check_rounding(kernel)
             check_nothing_is_contracted(kernel, SUMS[tail], tmp_path)
+            # One in whole blocks, and one in partial blocks.
             assert kernel.operations("sqrt.rn.f32") == kernel.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
-
-
-def test_some_launches_have_every_combination_of_dtypes() -> None:
-    some = {found for tail, capability in product(Tail, CAPABILITIES) for found in some_launched(tail, capability)}
-    assert some == set(LAUNCHED)
-
-
-def test_compile_update_compiles_the_kernel_that_is_launched() -> None:
-    aligned, *_ = compile_launches(torch.bfloat16, torch.bfloat16, FP32_STATES, Tail.UNFUSED, 80)
-    assert aligned.ptx == compile_update("*bf16", "*bf16", Tail.UNFUSED, 80).ptx
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("tail", Tail)
-def test_the_machine_code_contracts_nothing(tail: Tail, capability: int, tmp_path: Path) -> None:
-    check_nothing_is_contracted(compile_update("*bf16", "*bf16", tail, capability), SUMS[tail], tmp_path)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernel_compiled_with_fp_fusion_is_refused(capability: int) -> None:
-    with pytest.raises(AssertionError, match=re.escape("mul.f32")):
-        check_rounding(compile_update("*bf16", "*bf16", Tail.UNFUSED, capability, FUSION))
+            assert kernel.operations("mul.rn.f32") > 0
+            assert kernel.operations("fma.rn.f32") > 0
 
 
 @triton.jit
@@ -142,8 +248,62 @@ def test_product_fused_into_a_sum_is_detected(capability: int, tmp_path: Path) -
         check_nothing_is_contracted(fused, 1, tmp_path)
 
 
-def test_whole_blocks_are_loaded_and_stored_16_bytes_at_a_time() -> None:
-    text = compile_update("*fp32", "*bf16", Tail.GRADIENT_FUSED, 90).ptx
-    assert len(re.findall(r"ld\.global\.v4\.b32", text)) == 4
-    assert len(re.findall(r"st\.global\.v4\.b32", text)) == 3
-    assert ".shared" not in text.replace(".extern .shared", "")
+# The source
+
+
+@pytest.mark.P2
+def test_interpreted_kernel_has_the_bits_of_the_cpu_kernel() -> None:
+    (finished,) = run_ranks(1, ["-m", "tests.kernels.interpreted"], timeout_s=300, fresh=True)
+    assert finished.returncode == 0, finished.output[-3000:]
+    (found,) = finished.answers()
+    assert found["differ"] == []
+    assert len(found["others"]) == 6
+    assert all(found["others"].values()), "another arithmetic gives other bits"
+
+
+# The tensors of a launch
+
+NUMEL = 64
+WHOLE, END = ElementRange.whole(NUMEL), ElementRange(begin=5, end=NUMEL, sub_group_numel=NUMEL)
+TENSORS, _ = random_tensors(NUMEL, torch.bfloat16, torch.bfloat16, seed=0)
+
+
+class Launched(TritonAdam):
+    """A kernel that records the tensors of each launch and does not launch."""
+
+    def __init__(self) -> None:
+        super().__init__(Arithmetic(16, Tail.UNFUSED), BETAS, adamw=True, device=torch.device("cpu"))
+        self.launches: list[AdamTensors] = []
+        self.begin_step([STEP])
+
+    def _launch(self, keywords: dict[str, Any], operands: triton_adam._Operands) -> None:
+        self.launches.append(AdamTensors(**dict(zip((*STATES, "grad", "param"), operands.positional, strict=False))))
+
+
+@pytest.mark.parametrize("element_range", [WHOLE, END], ids=str)
+def test_tensors_that_fit_are_launched_from_a_multiple_of_16_bytes_on_and_others_are_refused(
+    element_range: ElementRange,
+) -> None:
+    adam = Launched()
+    adam.update(0, TENSORS.narrow(element_range), element_range)
+    (launched,) = adam.launches
+    for name in STATES:
+        assert getattr(launched, name).data_ptr() % 16 == 0
+        assert getattr(launched, name).numel() == element_range.numel + element_range.begin % 4
+    strided = {name: torch.zeros(2 * NUMEL, dtype=tensor.dtype)[::2] for name, tensor in vars(TENSORS).items()}
+    wrong: list[dict[str, torch.Tensor]] = [
+        *({name: tensor} for name, tensor in strided.items()),
+        {"master": TENSORS.master.double()},
+        {"grad": TENSORS.grad.double()},
+        {"exp_avg_sq": torch.zeros(NUMEL + 1)[1:]},  # not aligned
+        {"param": torch.zeros(NUMEL, dtype=torch.bfloat16, device="meta")},
+    ]
+    for change in wrong:
+        with pytest.raises(AssertionError):
+            adam.update(0, replace(TENSORS, **change).narrow(element_range), element_range)
+    with pytest.raises(AssertionError):
+        adam.update(0, replace(TENSORS, exp_avg=TENSORS.exp_avg[:-1]), WHOLE)
+    with pytest.raises(AssertionError):
+        # The kernel begins at the last multiple of 16 bytes, which must be in the same memory.
+        adam.update(0, TENSORS.narrow(END).map(torch.Tensor.clone), END)
+    assert len(adam.launches) == 1

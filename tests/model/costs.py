@@ -1,14 +1,15 @@
-"""Cost models for tests. They describe no measured machine."""
+"""Cost models and plans for tests. They describe no measured machine."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from perf_model.planner import PlannedUpdate, plan_units
 from perf_model.prediction.cost import CostModel, Resource, traffic_by_action
-from perf_model.prediction.memory import MIB
+from perf_model.prediction.memory import DEFAULT_SETUP, MIB, Budgets, TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Timeline
-from perf_model.schedule.workload import FP32_BYTES, STATES
+from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
 
 PLENTY = 1e15
 
@@ -65,3 +66,21 @@ def resident_bytes_of(numel: int) -> int:
     each_bytes = numel * FP32_BYTES
     block_bytes = 2 * MIB if each_bytes > 10 * MIB - 512 else 512
     return len(STATES) * -(-each_bytes // block_bytes) * block_bytes
+
+
+NO_WINDOWS = Windows()
+
+
+UNLIMITED = Budgets()
+
+
+def plan_updates(
+    workload: Workload,
+    cost: CostModel,
+    budgets: Budgets = UNLIMITED,
+    windows: Windows = NO_WINDOWS,
+    setup: TrainingSetup = DEFAULT_SETUP,
+) -> PlannedUpdate:
+    """Return the plan for the units of ``workload``, which forward uses in the order of ``windows``."""
+    _, planned = plan_units(lambda size: workload, [1], cost, budgets, windows, setup, lambda units: windows.first_use)
+    return planned

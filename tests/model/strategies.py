@@ -1,7 +1,9 @@
-"""Hypothesis strategies for plans, and for schedules that no lowering pass would choose."""
+"""Draw plans, and schedules that no lowering pass would choose; read schedules from text; and make them faulty."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -55,18 +57,6 @@ def plans(
 
 
 @st.composite
-def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
-    """Draw a schedule with additional waits that are not needed, for earlier actions of any other stream."""
-    schedule, workload = draw(schedules(max_numel))
-    actions: list[Action] = []
-    for action in schedule.actions:
-        others = [other.name for other in actions if other.lane not in (action.lane, Lane.CPU, Lane.PUBLISH)]
-        more = draw(st.lists(st.sampled_from(others), max_size=2, unique=True)) if others else []
-        actions.append(replace(action, waits=tuple(dict.fromkeys([*action.waits, *more]))))
-    return replace(schedule, actions=tuple(actions)), workload
-
-
-@st.composite
 def schedules(
     draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False, may_be_on_disk: bool = False
 ) -> tuple[Schedule, Workload]:
@@ -113,3 +103,53 @@ def schedules(
         num_disk_slots=num_disk_slots,
     )
     return schedule, plan.workload
+
+
+@st.composite
+def schedules_with_more_waits(draw: st.DrawFn, max_numel: int = 10**6) -> tuple[Schedule, Workload]:
+    """Draw a schedule with additional waits that are not needed, for earlier actions of any other stream."""
+    schedule, workload = draw(schedules(max_numel))
+    actions: list[Action] = []
+    for action in schedule.actions:
+        others = [other.name for other in actions if other.lane not in (action.lane, Lane.CPU, Lane.PUBLISH)]
+        more = draw(st.lists(st.sampled_from(others), max_size=2, unique=True)) if others else []
+        actions.append(replace(action, waits=tuple(dict.fromkeys([*action.waits, *more]))))
+    return replace(schedule, actions=tuple(actions)), workload
+
+
+_ACTION = re.compile(r"(?P<kind>[A-Z_]+) (?P<unit>\d+)( slot (?P<slot>\d+))?( after (?P<waits>.+))?")
+
+
+def parse_schedule(text: str, num_slots: int, slot_numel: int) -> Schedule:
+    """Return the schedule of the actions in ``text``, one per line: ``PREFETCH 3 slot 0 after FLUSH_STATES 1``."""
+    actions = []
+    for line in text.strip().splitlines():
+        match = _ACTION.fullmatch(line.strip())
+        assert match is not None, line
+        slot = None if match["slot"] is None else int(match["slot"])
+        waits = () if match["waits"] is None else tuple(match["waits"].split(", "))
+        actions.append(Action(kind=ActionKind[match["kind"]], unit=int(match["unit"]), slot=slot, waits=waits))
+    return Schedule(num_slots=num_slots, slot_numel=slot_numel, actions=tuple(actions))
+
+
+def without_one_wait(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """Yield the schedule without one of its waits."""
+    for position, action in enumerate(schedule.actions):
+        for name in action.waits:
+            mutant = replace(action, waits=tuple(wait for wait in action.waits if wait != name))
+            actions = (*schedule.actions[:position], mutant, *schedule.actions[position + 1 :])
+            yield f"{action.name} no longer waits for {name}", replace(schedule, actions=actions)
+
+
+def with_one_action_dropped(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """Yield the schedule without one of its actions."""
+    for position, action in enumerate(schedule.actions):
+        actions = schedule.actions[:position] + schedule.actions[position + 1 :]
+        yield f"{action.name} dropped", replace(schedule, actions=actions)
+
+
+def with_one_action_repeated(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    """Yield the schedule with one of its actions issued twice."""
+    for position, action in enumerate(schedule.actions):
+        actions = (*schedule.actions[: position + 1], *schedule.actions[position:])
+        yield f"{action.name} repeated", replace(schedule, actions=actions)

@@ -1,31 +1,139 @@
-"""Check the cost model: the resources that each action uses, with a GPU and with the CPU as accelerator."""
+"""Check hardware profiles, the resources that each action uses by them, and the lower bound of an update."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from perf_model.prediction.cost import CPU_ADAM, CostModel, Resource
-from perf_model.prediction.hardware import ACCELERATOR_RATES, ProfileError
+from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.hardware import (
+    ACCELERATOR_RATES,
+    REQUIRED,
+    RETIRED_QUANTITIES,
+    HardwareProfile,
+    Measurement,
+    ProfileError,
+)
+from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup, memory_of
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.simulate import simulate
+from perf_model.prediction.work_bound import work_bound
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.host_layout import WIDTHS_OF_STATES, Widths
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from perf_model.training_run.micro_batch import MatrixRate
+from tests.model.costs import cost, costs, windows
 from tests.model.profiles import RATES, profile
+from tests.model.strategies import plans
 
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_written_profile_is_read_as_the_same_profile(encoding: str, tmp_path: Path) -> None:
+    saved = json.loads(profile().to_json())
+    for name in RETIRED_QUANTITIES:
+        saved["measurements"][name] = {"samples": [9e9]}
+    path = tmp_path / "profile.json"
+    for text in (profile().to_json(), json.dumps(saved)):
+        path.write_text(text, encoding=encoding)
+        assert HardwareProfile.read(path) == profile()
+
+
+def test_a_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_needed() -> None:
+    measurement = Measurement(samples=(5.0, 1.0, 2.0, 4.0, 3.0, 100.0))
+    assert (measurement.median, measurement.spread) == (3.5, (2.0, 5.0))
+    without = profile({**RATES, "gpu_adam_params_per_s": None})
+    assert without.has_accelerator
+    assert without.get("gpu_adam_params_per_s") is None
+    with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed to predict the update, found nothing"):
+        without.rate("gpu_adam_params_per_s")
+    with pytest.raises(ProfileError, match=r"matmul_flops_per_s: is needed to predict forward .*not in the profile"):
+        MatrixRate.from_profile(profile())
+
+
+def raw(**changes: Any) -> str:
+    """Return a profile as JSON with these changes; a value of ``"missing"`` removes the key."""
+    value = {**json.loads(profile().to_json()), **changes}
+    return json.dumps({key: entry for key, entry in value.items() if entry != "missing"})
+
+
+def with_rate(name: str, rate: float, **changes: Any) -> str:
+    """Return a profile as JSON in which the quantity ``name`` has one sample."""
+    measurements = json.loads(profile().to_json())["measurements"]
+    return raw(measurements={**measurements, name: {"samples": [rate]}}, **changes)
+
+
+BESIDE = "cpu_adam_beside_transfers_params_per_s"
+AS_WRITTEN = "profile: must be as the program writes it, found"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "A profile must be JSON, found other text"),
+        ("[1]", r"version: must be the integer 2, found \[1\]"),
+        (raw(version=1), "version: must be the integer 2, found 1"),
+        (raw(measurements="missing"), f"{AS_WRITTEN} KeyError: 'measurements'"),
+        (raw(measurements={}), "cpu_adam_params_per_s: is needed for every prediction, found nothing"),
+        (raw(measurements={"speed": {"samples": [1]}}), "measurements: must only have the keys .*, found speed"),
+        (raw(measurements={"h2d_bytes_per_s": {"samples": ["fast"]}}), f"{AS_WRITTEN} ValueError: .*fast"),
+        (raw(speed=3), f"{AS_WRITTEN} TypeError: .*'speed'"),
+        (raw(gpu_memory_bytes=80), r"gpu_memory_bytes: must be from 1e\+09"),
+        (raw(host_memory_bytes=10**400), r"host_memory_bytes: must be from 1e\+09"),
+        (raw(gpu_peak_flops=989), r"gpu_peak_flops: must be from 1e\+12"),
+        (raw(provenance={"colour": "red"}), f"{AS_WRITTEN} TypeError: .*'colour'"),
+        (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), f"{AS_WRITTEN} ValueError: .*'two'"),
+        (raw(cpu_adam_by_threads={"2": {"samples": [1]}}), "cpu_adam_by_threads.2: must be from"),
+        (with_rate("matmul_flops_per_s", 6e11), "matmul_flops_per_s: must be from 1e.12 to 1e.17 on this GPU"),
+        (with_rate("matmul_flops_per_s", 1.2e15, gpu_peak_flops=989e12), "1.2 times gpu_peak_flops .*, found 12"),
+        (with_rate("both_bytes_per_s", 1e11), "cannot exceed h2d_bytes_per_s plus d2h_bytes_per_s"),
+        (with_rate(BESIDE, 5e9), f"{BESIDE}: cannot exceed cpu_adam_params_per_s"),
+        (with_rate("both_beside_cpu_adam_bytes_per_s", 7e10), "adam_bytes_per_s: cannot exceed both_bytes_per_s"),
+    ],
+)
+def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message) as caught:
+        HardwareProfile.from_json(text)
+    assert len(str(caught.value).splitlines()) >= 2, "the remedy"
+
+
+def test_a_cpu_with_the_matmul_rate_of_a_gpu_is_refused() -> None:
+    host = {name: RATES[name] for name in REQUIRED}
+    on_a_cpu = replace(profile(host), gpu_memory_bytes=None)
+    assert not on_a_cpu.has_accelerator
+    flops = {"matmul_flops_per_s": Measurement(samples=(1e15,))}
+    with pytest.raises(ProfileError, match=r"matmul_flops_per_s: must be from 1e\+08 to 2e\+14 on this CPU"):
+        replace(on_a_cpu, measurements=on_a_cpu.measurements | flops)
+
+
+# The cost of actions
 NUMEL = 10**9
+
+
+def amounts_of(cost: CostModel) -> dict[ActionKind, Mapping[Resource, float]]:
+    return {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
 
 
 def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None:
     cost = CostModel.from_profile(profile())
-    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
-    assert amounts[ActionKind.PREFETCH][Resource.H2D] == 12 * NUMEL
-    assert amounts[ActionKind.FLUSH_STATES][Resource.D2H] == 12 * NUMEL
-    assert amounts[ActionKind.PUBLISH][Resource.H2D] == 2 * NUMEL
+    amounts = amounts_of(cost)
     # Transfers in both directions count in the joint limit, and every transfer counts in host memory.
-    for kind, bytes_each in ((ActionKind.PREFETCH, 12), (ActionKind.FLUSH_STATES, 12), (ActionKind.PUBLISH, 2)):
-        assert amounts[kind][Resource.BOTH] == amounts[kind][Resource.DRAM] == bytes_each * NUMEL
-        assert cost.load(kind, NUMEL).alone_s == pytest.approx(
-            bytes_each * NUMEL / (26e9 if kind is ActionKind.FLUSH_STATES else 25e9)
-        )
+    for kind, link, bytes_each, rate, copies in (
+        (ActionKind.PREFETCH, Resource.H2D, 12, 25e9, 3),
+        (ActionKind.FLUSH_STATES, Resource.D2H, 12, 26e9, 3),
+        (ActionKind.PUBLISH, Resource.H2D, 2, 25e9, 1),
+    ):
+        assert amounts[kind][link] == amounts[kind][Resource.BOTH] == amounts[kind][Resource.DRAM] == bytes_each * NUMEL
+        assert cost.load(kind, NUMEL).alone_s == pytest.approx(bytes_each * NUMEL / rate)
+        assert cost.load(kind, NUMEL).latency_s == pytest.approx(copies * 1e-5)
     # p, m and v are read and written, the gradient is read, and the 16-bit parameter is written.
     assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + 2 + 2) * NUMEL
     fp32 = CostModel.from_profile(profile(), Widths(param=4, grad=4))
@@ -33,65 +141,23 @@ def test_each_action_moves_the_bytes_per_parameter_that_are_documented() -> None
     # An eager unit is updated by the same pass, and its versions change places for nothing.
     assert amounts[ActionKind.SPECULATE] == amounts[ActionKind.CPU_STEP]
     assert (amounts[ActionKind.COMMIT], cost.load(ActionKind.COMMIT, NUMEL).total_s) == ({}, 0.0)
-    # Stock scales the gradient in place, runs Adam, and rounds.
-    stock = CostModel.for_stock(profile()).load(ActionKind.CPU_STEP, NUMEL)
-    assert stock.amounts[Resource.DRAM] == (8 + 28 + 6) * NUMEL
-    assert stock.alone_s == pytest.approx(NUMEL / 1e9)
 
 
-@pytest.mark.parametrize("param_bytes", [2, 4])
-def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_published(param_bytes: int) -> None:
-    cost = CostModel.from_profile(profile(), Widths(param=param_bytes, grad=param_bytes, publishes=False))
-    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
-    assert amounts[ActionKind.PUBLISH] == {}
-    # The parameters of an eager unit are copied to the model.
-    assert amounts[ActionKind.COMMIT] == {Resource.DRAM: 2 * param_bytes * NUMEL}
-    assert cost.load(ActionKind.PUBLISH, NUMEL).total_s == 0
-    assert amounts[ActionKind.GPU_STEP][Resource.D2H] == param_bytes * NUMEL
-    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + param_bytes + param_bytes) * NUMEL
-
-
-@pytest.mark.parametrize(
-    ("states", "staged", "cpu_step", "stock_step"),
-    [("bf16-masters", 10, 2 * 10 + 2, 4 + (20 + 2)), ("bf16", 6, 2 * 6 + 2, 4 + (12 + 2))],
-)
-def test_bf16_states_move_fewer_bytes(states: str, staged: int, cpu_step: int, stock_step: int) -> None:
-    widths = WIDTHS_OF_STATES[states]
-    cost, stock = CostModel.from_profile(profile(), widths), CostModel.for_stock(profile(), widths)
-    amounts = {kind: cost.load(kind, NUMEL).amounts for kind in cost.per_param}
-    assert amounts[ActionKind.PREFETCH][Resource.H2D] == staged * NUMEL
-    assert amounts[ActionKind.FLUSH_STATES][Resource.D2H] == staged * NUMEL
-    # The masters are published themselves: no other parameters are written.
-    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == amounts[ActionKind.SPECULATE][Resource.DRAM]
-    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == cpu_step * NUMEL
-    assert amounts[ActionKind.PUBLISH][Resource.H2D] == 2 * NUMEL
-    assert amounts[ActionKind.GPU_STEP][Resource.GPU] == pytest.approx(
-        (2 * staged + 4) / 28 * NUMEL / RATES["gpu_adam_params_per_s"]
-    )
-    # Without a rate of its own, each kernel is as much faster as it moves fewer bytes.
-    assert amounts[ActionKind.CPU_STEP][Resource.CPU] == pytest.approx(
-        cpu_step / 28 * NUMEL / RATES["cpu_adam_params_per_s"]
-    )
-    assert stock.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == stock_step * NUMEL
-    assert stock.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.CPU] == pytest.approx(stock_step / 42 * NUMEL / 1e9)
-    measured = profile({**RATES, CPU_ADAM[widths.master, widths.moment]: 3e9})
-    assert CostModel.from_profile(measured, widths).load(ActionKind.CPU_STEP, NUMEL).alone_s == NUMEL / 3e9
-
-
-def test_each_copy_of_an_action_has_its_latency() -> None:
-    cost = CostModel.from_profile(profile())
-    latencies = {kind: cost.load(kind, NUMEL).latency_s for kind in cost.per_param}
-    assert latencies[ActionKind.PREFETCH] == pytest.approx(3e-5)
-    assert latencies[ActionKind.FLUSH_STATES] == pytest.approx(3e-5)
-    assert latencies[ActionKind.PUBLISH] == pytest.approx(1e-5)
-    assert latencies[ActionKind.CPU_STEP] == latencies[ActionKind.GPU_STEP] == 0.0
-
-
-def test_stock_publishes_from_pageable_memory() -> None:
-    ours, stock = CostModel.from_profile(profile()), CostModel.for_stock(profile())
+def test_stock_scales_the_gradient_in_place_and_publishes_from_pageable_memory() -> None:
+    stock = CostModel.for_stock(profile())
+    assert stock.load(ActionKind.CPU_STEP, NUMEL).amounts[Resource.DRAM] == (8 + 28 + 6) * NUMEL
+    assert stock.load(ActionKind.CPU_STEP, NUMEL).alone_s == pytest.approx(NUMEL / 1e9)
     assert stock.load(ActionKind.PUBLISH, NUMEL).alone_s == pytest.approx(2 * NUMEL / 8e9)
     assert stock.load(ActionKind.PUBLISH, NUMEL).amounts[Resource.DRAM] == 3 * 2 * NUMEL
-    assert ours.load(ActionKind.PUBLISH, NUMEL).alone_s == pytest.approx(2 * NUMEL / 25e9)
+
+
+def test_with_parameters_in_host_memory_the_gpu_copies_down_and_nothing_is_published() -> None:
+    amounts = amounts_of(CostModel.from_profile(profile(), Widths(param=2, grad=2, publishes=False)))
+    assert amounts[ActionKind.PUBLISH] == {}
+    # The parameters of an eager unit are copied to the model.
+    assert amounts[ActionKind.COMMIT] == {Resource.DRAM: 2 * 2 * NUMEL}
+    assert amounts[ActionKind.GPU_STEP][Resource.D2H] == 2 * NUMEL
+    assert amounts[ActionKind.CPU_STEP][Resource.DRAM] == (24 + 2 + 2) * NUMEL
 
 
 def test_host_memory_has_the_bandwidth_that_adam_and_transfers_reached_together() -> None:
@@ -103,52 +169,81 @@ def test_host_memory_has_the_bandwidth_that_adam_and_transfers_reached_together(
     assert CostModel.from_profile(profile(alone)).capacities[Resource.DRAM] == pytest.approx(80e9)
 
 
-def test_host_memory_is_not_assumed_to_serve_both_directions_at_once_if_their_rate_is_waived() -> None:
-    slow = {"dram_update_bytes_per_s": 20e9, "cpu_adam_params_per_s": 0.5e9, "stock_cpu_adam_params_per_s": 0.4e9}
-    waived = {**RATES, **slow, "both_bytes_per_s": None, "cpu_adam_beside_transfers_params_per_s": None}
-    capacities = CostModel.from_profile(profile(waived)).capacities
-    assert capacities[Resource.DRAM] == RATES["d2h_bytes_per_s"], "one direction is a lower bound"
-    assert capacities[Resource.BOTH] == RATES["d2h_bytes_per_s"] + RATES["h2d_bytes_per_s"], "an upper bound"
-    concurrent = {**waived, "cpu_adam_beside_transfers_params_per_s": 0.4e9}
-    assert CostModel.from_profile(profile(concurrent)).capacities[Resource.DRAM] == pytest.approx(28 * 0.4e9 + 38e9)
-
-
-def test_without_a_rate_of_adam_on_the_gpu_everything_is_updated_on_the_cpu() -> None:
-    cost = CostModel.from_profile(profile({**RATES, "gpu_adam_params_per_s": None}))
-    assert cost.placements == (Placement.CPU,)
+def test_without_rates_of_an_accelerator_everything_is_updated_on_the_cpu() -> None:
     assert set(CostModel.from_profile(profile()).placements) == set(Placement)
-
-
-def test_without_any_rate_of_an_accelerator_the_accelerator_is_the_cpu() -> None:
+    assert CostModel.from_profile(profile({**RATES, "gpu_adam_params_per_s": None})).placements == (Placement.CPU,)
     host_rates = {name: rate for name, rate in RATES.items() if name not in ACCELERATOR_RATES}
-    assert set(CostModel.from_profile(profile(host_rates)).capacities) == {Resource.CPU}
-    assert {
-        kind: CostModel.from_profile(profile(host_rates)).load(kind, NUMEL).total_s
-        for kind in CostModel.from_profile(profile(host_rates)).per_param
-    } == pytest.approx(
-        {
-            # A copied byte is read and written. The latency of a copy is the time to wake the threads.
-            ActionKind.PREFETCH: 12 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + 3 * RATES["copy_latency_s"],
-            ActionKind.GPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
-            ActionKind.FLUSH_STATES: 12 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + 3 * RATES["copy_latency_s"],
-            ActionKind.CPU_STEP: NUMEL / RATES["cpu_adam_params_per_s"],
-            ActionKind.SPECULATE: NUMEL / RATES["cpu_adam_params_per_s"],
-            # The parameters of an eager unit are copied to the model.
-            ActionKind.COMMIT: 2 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"],
-            # The CPU updates the parameters of the model in place.
-            ActionKind.PUBLISH: 0,
-        }
+    cost = CostModel.from_profile(profile(host_rates))
+    assert set(cost.capacities) == {Resource.CPU}
+    # A copied byte is read and written. The latency of a copy is the time to wake the threads.
+    adam_s, copied_byte_s = NUMEL / RATES["cpu_adam_params_per_s"], 2 / RATES["dram_copy_bytes_per_s"]
+    staged_s = 12 * NUMEL * copied_byte_s + 3 * RATES["copy_latency_s"]
+    assert {kind: cost.load(kind, NUMEL).total_s for kind in cost.per_param} == pytest.approx(
+        dict.fromkeys((ActionKind.PREFETCH, ActionKind.FLUSH_STATES), staged_s)
+        | dict.fromkeys((ActionKind.GPU_STEP, ActionKind.CPU_STEP, ActionKind.SPECULATE), adam_s)
+        # The parameters of an eager unit are copied to the model, and others updated in place.
+        | {ActionKind.COMMIT: 2 * NUMEL * copied_byte_s, ActionKind.PUBLISH: 0}
     )
-    fp32 = Widths(param=4, grad=4)
-    assert CostModel.from_profile(profile(host_rates), fp32).load(ActionKind.PUBLISH, NUMEL).total_s == 0
     # Stock copies fp32 parameters after its update.
-    fp32_s = CostModel.for_stock(profile(host_rates), fp32).load(ActionKind.PUBLISH, NUMEL).total_s
-    assert fp32_s == pytest.approx(4 * NUMEL * 2 / RATES["dram_copy_bytes_per_s"] + RATES["copy_latency_s"])
-    with pytest.raises(ProfileError, match="h2d_bytes_per_s: is needed to predict the update"):
-        CostModel.from_profile(profile({**host_rates, "gpu_adam_params_per_s": 8e10}))
+    stock = CostModel.for_stock(profile(host_rates), Widths(param=4, grad=4))
+    expected_s = 4 * NUMEL * copied_byte_s + RATES["copy_latency_s"]
+    assert stock.load(ActionKind.PUBLISH, NUMEL).total_s == pytest.approx(expected_s)
 
 
-@pytest.mark.parametrize("name", ["h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_adam_params_per_s"])
-def test_the_error_for_a_waived_rate_that_is_needed_names_it(name: str) -> None:
-    with pytest.raises(ProfileError, match=name):
-        CostModel.from_profile(profile({**RATES, name: None}))
+# The lower bound of an update
+WORKLOAD = Workload.from_numels([10**6] * 1000)
+
+A_SLOT = 12 * 10**6
+"""The bytes of a slot of these units."""
+
+SUMS = TrainingSetup(accumulates=True)
+"""All gradients are on the accelerator, 2 GB."""
+
+ONLY_STREAMED = 2 * 10**9 + A_SLOT
+"""GPU memory for all gradients and for a thousandth of the states."""
+
+setups = st.builds(
+    TrainingSetup,
+    widths=st.builds(Widths, param=st.just(2), grad=st.sampled_from([2, 4]), publishes=st.booleans()),
+    accumulates=st.booleans(),
+    sums_on_accelerator=st.sampled_from([None, True, False]),
+    params_on_host=st.booleans(),
+)
+
+
+@given(plans(10**8), costs, windows, setups)
+def test_no_plan_beats_the_bound_of_its_gpu_memory(
+    plan: UpdatePlan, model: CostModel, overlap: Windows, setup: TrainingSetup
+) -> None:
+    bound = work_bound(plan.workload, model, memory_of(plan, setup).gpu_bytes, setup)
+    timeline = simulate(plan.schedule, plan.workload, model, overlap)
+    assert timeline.active_s >= bound.seconds * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_bytes", "setup", "seconds", "binding"),
+    [
+        # 1 s of updates, and 2 GB to the accelerator at 12 GB/s at the same time. Not even a slot fits.
+        (cost(), A_SLOT - 1, DEFAULT_SETUP, 1.0, Resource.CPU),
+        (cost().without_accelerator(), None, DEFAULT_SETUP, 1.0, Resource.CPU),
+        (cost(h2d=1e9), 0, DEFAULT_SETUP, 2.0, Resource.H2D),
+        # With the share x on the CPU, 12 (1 - x) + 2 x GB go to the accelerator in the x seconds of the CPU.
+        (cost(), ONLY_STREAMED, SUMS, 12 / 22, None),
+        # 12 GB to the accelerator and back.
+        (cost(cpu=1e3, d2h=4e9), ONLY_STREAMED, SUMS, 3.0, Resource.D2H),
+        (cost(), ONLY_STREAMED + 6 * 10**9, SUMS, 12 / 22 / 2, None),
+        # The GPU is ten times as fast as the CPU: each gets its share.
+        (cost(gpu=1e10), None, DEFAULT_SETUP, 1 / 11, None),
+        # Without accumulation, a resident parameter takes 14 bytes.
+        (cost(h2d=1e15, d2h=1e6), 7 * 10**9, DEFAULT_SETUP, 0.5, None),
+        (cost(h2d=1e15, d2h=1e6), 8 * 10**9, SUMS, 0.5, None),
+        # A streamed parameter takes 2 bytes: with 0.5 GB, a quarter of them can be streamed.
+        (cost(h2d=1e15, d2h=1e15), 5 * 10**8, DEFAULT_SETUP, 0.75, None),
+    ],
+)
+def test_the_bound_is_that_of_the_work_counted_by_hand(
+    model: CostModel, gpu_bytes: int | None, setup: TrainingSetup, seconds: float, binding: Resource | None
+) -> None:
+    found = work_bound(WORKLOAD, model, gpu_bytes, setup)
+    assert found.seconds == pytest.approx(seconds, rel=0.002)
+    assert binding is None or found.binding is binding

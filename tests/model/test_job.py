@@ -1,60 +1,208 @@
-"""Test the memory, windows and utilisation of a training run, against the figures of the papers and by hand."""
+"""Test training runs: shapes of models, the time of forward and backward, and what a forecast takes and hides."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from perf_model.prediction.hardware import REQUIRED, HardwareProfile
-from perf_model.prediction.memory import MIB, DoesNotFit
-from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.hardware import ACCELERATOR_RATES, REQUIRED
+from perf_model.prediction.network import Network
+from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.rules import PlacementRule, PlacementRules
-from perf_model.training_run.decoder import gpt
+from perf_model.training_run.decoder import MAX_PARAMETERS, MIN_PARAMETERS, generic_model, gpt
 from perf_model.training_run.forecast import (
     Forecast,
-    Infeasible,
     MemoryLimits,
     Overlap,
     PredictedIteration,
 )
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import TRAINING_SHARE, GradientPath
-from perf_model.training_run.model import ModelError
-from perf_model.training_run.training_memory import TrainingMemory, reserved_host_bytes
+from perf_model.training_run.micro_batch import (
+    NEAREST_HOST,
+    NO_OVERHEADS,
+    TRAINING_SHARE,
+    GradientPath,
+    MatrixRate,
+    Overheads,
+    PhaseRates,
+)
+from perf_model.training_run.model import ModelError, ModelShape
 from tests.model.profiles import RATES, profile
 
+# Shapes of models
+
+
+@given(st.integers(MIN_PARAMETERS, MAX_PARAMETERS) | st.integers(MIN_PARAMETERS, 10**10))
+def test_a_generic_model_has_exactly_the_number_of_parameters(numel: int) -> None:
+    shape = generic_model(numel)
+    assert shape.numel == shape.active_numel == numel
+    looked_up = 0 if shape.tied else shape.vocab * shape.hidden
+    assert shape.multiplied_numel + looked_up == pytest.approx(numel, rel=0.01)
+
+
+PRESET = MODELS["7B"]
+LAYERS, PATH = 32, "model.layers"
+
+
+def layer_numel(shape: ModelShape) -> int:
+    """Return the parameters of the first layer."""
+    return sum(tensor.numel for tensor in shape.tensors if tensor.name.startswith(f"{PATH}.0."))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_shared_layers_have_the_parameters_of_some_layers_and_the_operations_of_all(every: int) -> None:
+    shared = PRESET.share_layers(PATH, every)
+    assert shared.numel == PRESET.numel - (LAYERS - every) * layer_numel(PRESET)
+    assert shared.layers == PRESET.layers
+    for recompute in (True, False):
+        assert shared.iteration_flops(2, 2048, recompute) == PRESET.iteration_flops(2, 2048, recompute)
+    # Forward uses the parameters of layer i % every in the places of those of layer i.
+    own = [tensor.name for tensor in shared.tensors]
+    expected = []
+    for name in PRESET.uses():
+        if name.startswith(f"{PATH}."):
+            index, rest = name[len(PATH) + 1 :].split(".", 1)
+            name = f"{PATH}.{int(index) % every}.{rest}"
+        expected.append(name)
+    assert shared.uses() == expected
+    assert shared.first_use() == list(dict.fromkeys(expected))
+    assert sorted(own) == sorted(set(expected))
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "every", "message"),
+    [
+        ({}, "model.layer", 1, "--share-layers: must name a list of layers, found 'model.layer', which is none."),
+        ({}, PATH, 0, "--every: must be at least 1 and less than the number of layers, 32, found 0"),
+        ({}, PATH, LAYERS, "--every: must be at least 1 and less than the number of layers, 32, found 32"),
+        ({"numel": 1}, PATH, 1, "must name layers with equal parameters, found model.layers.1"),
+        ({"name": f"{PATH}.1.new.weight"}, PATH, 1, "must name layers with equal parameters, found model.layers.1"),
+    ],
+)
+def test_layers_that_cannot_share_are_refused(change: dict[str, Any], path: str, every: int, message: str) -> None:
+    index = next(index for index, tensor in enumerate(PRESET.tensors) if tensor.name.startswith(f"{PATH}.1."))
+    changed = PRESET.tensors[index]._replace(**change)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        replace(PRESET, tensors=(*PRESET.tensors[:index], changed, *PRESET.tensors[index + 1 :])).share_layers(
+            path, every
+        )
+
+
+# The time of forward and backward
+
+NETWORK = Network(
+    ranks_per_node=8, all_gather_bytes_per_s=200e9, reduce_scatter_bytes_per_s=160e9, inter_node_bytes_per_s=10e9
+)
+
+
+@pytest.mark.parametrize(
+    ("network", "ranks", "sent_bytes", "all_gather_rate", "reduce_scatter_rate"),
+    [
+        (NETWORK, 1, 0, 1, 1),
+        # The ranks of a node pass on all parts but one.
+        (NETWORK, 4, 6e9, 200e9, 160e9),
+        # 15 of 16 parts leave each node, over the connections of 8 ranks, and 7 of 8 are passed on in it.
+        (NETWORK, 16, 7.5e9, 80e9, 80e9),
+        (replace(NETWORK, ranks_per_node=1), 16, 7.5e9, 10e9, 10e9),
+        (replace(NETWORK, inter_node_bytes_per_s=100e9), 16, 7.5e9, 200e9, 160e9),
+        (Network(ranks_per_node=8), 64, 0, 1, 1),
+    ],
+)
+def test_the_slower_of_both_connections_determines_the_time_of_a_collective(
+    network: Network, ranks: int, sent_bytes: float, all_gather_rate: float, reduce_scatter_rate: float
+) -> None:
+    assert network.all_gather_s(8e9, ranks) == pytest.approx(sent_bytes / all_gather_rate)
+    assert network.reduce_scatter_s(8e9, ranks) == pytest.approx(sent_bytes / reduce_scatter_rate)
+
+
+JOB = Job(shape=PRESET, world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)
+GPU = profile({**RATES, "matmul_flops_per_s": 1e14 / TRAINING_SHARE})
+NO_NETWORK = Network(ranks_per_node=8)
+ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=NO_NETWORK)
+
+
+def test_training_runs_at_the_measured_rate_at_a_share_of_that_of_products_or_at_that_of_published_runs() -> None:
+    assert MatrixRate.from_profile(GPU).flops_per_s(1e12) == pytest.approx(1e14)
+    assert MatrixRate.from_profile(profile({**RATES, "training_flops_per_s": 2e14})).flops_per_s(1e6) == 2e14
+    rate = MatrixRate.from_profile(MACHINES["h100-pcie5"].profile(ranks=4))
+    assert (rate.limit_flops_per_s, rate.half_elements) == (pytest.approx(MACHINES["h100-pcie5"].matmul_flops), 0)
+    cpu = profile({**RATES, **dict.fromkeys(ACCELERATOR_RATES), "matmul_flops_per_s": 1e13})
+    assert MatrixRate.from_profile(replace(cpu, gpu_memory_bytes=None)).limit_flops_per_s == 1e13
+
+
+def test_seconds_of_the_host_are_of_the_profile_or_of_our_machines_and_each_arm_adds_its_own() -> None:
+    modules = {f"module_{name}_s": 1e-3 for name in ("forward", "backward", "gradients", "step")}
+    measured = Overheads.from_profile(profile({**RATES, **modules}))
+    assert (measured.forward_s, measured.step_s) == (1e-3, 1e-3)
+    assert measured.source.startswith("the profile, but hooks and the slowdown by updates are of our runs")
+    assert Overheads.from_profile(GPU) == NEAREST_HOST
+    assert Overheads.from_profile(CPU_ONLY) == replace(NO_OVERHEADS, source="the profile")
+    host = Overheads(forward_s=1e-3, backward_s=2e-3, gradients_s=3e-3, hooks_s=4e-3)
+    assert (host.of_plugin.forward_s, host.of_plugin.backward_s) == (5e-3, 2e-3)
+    assert (host.of_stock.forward_s, host.of_stock.backward_s) == (1e-3, 5e-3)
+
+
+MODULES = 2 + 32 * 11 + 2
+"""The model and its list of layers, 11 modules per layer, a norm and a table."""
+
+GATHER_S = 2 * PRESET.numel * 15 / 16 / 8e8
+SLOW_HOST = replace(ALONE, overheads=Overheads(forward_s=0.1, backward_s=0.2))
+SLOW_NETWORK = replace(ALONE, network=Network(ranks_per_node=8, inter_node_bytes_per_s=1e8))
+OFFLOADED = replace(JOB, world_size=1, ranks_per_node=1, offload_param=True)
+
+
+@pytest.mark.parametrize(
+    ("job", "rates", "forward_s", "backward_s"),
+    [
+        (JOB, ALONE, JOB.work.forward_flops / 1e14, JOB.work.backward_flops / 1e14),
+        # With recomputation, backward launches the modules of forward, too.
+        (JOB, SLOW_HOST, MODULES * 0.1, MODULES * 0.3),
+        (replace(JOB, recompute=False), SLOW_HOST, MODULES * 0.1, MODULES * 0.2),
+        # One gather in each, and one reduction of as many bytes, or of those of the trainable parameters.
+        (JOB, SLOW_NETWORK, GATHER_S, 2 * GATHER_S),
+        (replace(JOB, trainable_share=0.01), SLOW_NETWORK, GATHER_S, 1.01 * GATHER_S),
+        # Offloaded parameters are uploaded for each gather.
+        (OFFLOADED, replace(ALONE, h2d_bytes_per_s=1e9), 2 * PRESET.numel / 1e9, 2 * PRESET.numel / 1e9),
+    ],
+)
+def test_arithmetic_launches_network_or_link_takes_longest(
+    job: Job, rates: PhaseRates, forward_s: float, backward_s: float
+) -> None:
+    assert job.work.forward_s(rates) == pytest.approx(forward_s)
+    assert job.work.backward_s(rates) == pytest.approx(backward_s)
+
+
 GPT_175B = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, positions=2048)
-JOB = Job(shape=GPT_175B, world_size=1024, ranks_per_node=8, micro_batch=1, sequence=2048)
 
 
-def test_training_time_is_that_of_the_megatron_paper() -> None:
+def test_training_time_and_utilisation_are_those_of_the_megatron_paper() -> None:
     """Check equation 4 of arXiv 2104.04473, 8 T P / (n X) s: 34 days for T = 300 B tokens and X = 140 TFLOP/s."""
-    tokens, flops = 300e9, 140e12
-    iteration_s = JOB.work.forward_flops / flops + JOB.work.backward_flops / flops
-    training_s = iteration_s * tokens / JOB.tokens
-    assert training_s == pytest.approx(8 * tokens * GPT_175B.numel / (JOB.world_size * flops), rel=0.05)
+    job = Job(shape=GPT_175B, world_size=1024, ranks_per_node=8, micro_batch=1, sequence=2048)
+    iteration_s = (job.work.forward_flops + job.work.backward_flops) / 140e12
+    training_s = iteration_s * 300e9 / job.tokens
+    assert training_s == pytest.approx(8 * 300e9 * GPT_175B.numel / (1024 * 140e12), rel=0.05)
     assert training_s / 86400 == pytest.approx(34, rel=0.05)
-    kept = replace(JOB, recompute=False)
-    assert kept.work.forward_flops / flops + kept.work.backward_flops / flops == pytest.approx(
-        iteration_s * 6 / 8, rel=0.01
-    )
+    kept = replace(job, recompute=False)
+    assert (kept.work.forward_flops + kept.work.backward_flops) / 140e12 == pytest.approx(iteration_s * 6 / 8, rel=0.01)
+    # Utilisation does not count recomputation.
+    assert job.mfu(iteration_s, 312e12) == pytest.approx(140 / 312 * 6 / 8, rel=0.01)
+    assert kept.mfu(iteration_s, 312e12) == job.mfu(iteration_s, 312e12)
 
 
-def test_utilisation_does_not_count_recomputation() -> None:
-    iteration_s = JOB.work.forward_flops / 140e12 + JOB.work.backward_flops / 140e12
-    assert JOB.mfu(iteration_s, 312e12) == pytest.approx(140 / 312 * 6 / 8, rel=0.01)
-    assert replace(JOB, recompute=False).mfu(iteration_s, 312e12) == JOB.mfu(iteration_s, 312e12)
-
-
-@pytest.mark.parametrize("key", ["world_size", "ranks_per_node", "micro_batch", "sequence"])
-@pytest.mark.parametrize("value", [0, -1, 10**20, 1.0, True])
+@pytest.mark.parametrize("key", ["world_size", "ranks_per_node", "micro_batch", "sequence", "trainable_share"])
+@pytest.mark.parametrize("value", [0, -1, 10**20, 1.5, float("nan")])
 def test_impossible_jobs_are_refused(key: str, value: float) -> None:
-    with pytest.raises(ModelError, match=f"{key}: must be an integer from 1 to .*, found {value}\\.\nCorrect --"):
+    with pytest.raises(ModelError, match=f"{key}: must be .*, found {value}\\.\nCorrect --"):
         replace(JOB, **{key: value})
 
+
+# Forecasts
 
 SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=16)
 """A job with sequences so short that copying the gradients takes longer than the arithmetic of backward."""
@@ -63,16 +211,8 @@ WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
 CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
 
 
-def forecast_7b(limits: MemoryLimits, job: Job = SMALL, size: int = 100_000_000) -> Forecast:
-    return Forecast(job, WITH_GPU, limits, Overlap(), [size])
-
-
-def test_copies_of_gradients_run_one_after_another() -> None:
-    path = GradientPath(down_bytes=6 * 10**9, up_bytes=2 * 10**9)
-    expected_s = 6e9 / RATES["d2h_bytes_per_s"] + 2e9 / RATES["h2d_bytes_per_s"]
-    assert path.seconds(profile()) == (pytest.approx(expected_s), 0.0)
-    waived = {**RATES, "d2h_bytes_per_s": None}
-    assert path.seconds(profile(waived)) == (0.0, 0.0)
+def forecast_7b(limits: MemoryLimits) -> Forecast:
+    return Forecast(SMALL, WITH_GPU, limits, Overlap(), [100_000_000])
 
 
 def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
@@ -94,96 +234,3 @@ def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
     kept = found.baselines["no_offload"]
     if isinstance(kept, PredictedIteration):
         assert kept.backward_s == pytest.approx(compute_s), "no gradient is copied"
-
-
-def test_sums_that_do_not_fit_beside_the_units_of_rules_are_in_host_memory() -> None:
-    rules = PlacementRules((PlacementRule(("model.layers.0.*",), "resident"),))
-    job = replace(SMALL, accumulation=2, rules=rules)
-    plenty = forecast_7b(MemoryLimits(gpu=80 * 10**9, host=None), job)
-    assert GradientPath.for_plan(plenty.planned.plan, plenty.request.setup).accumulated_down_bytes == 0
-    # Training and PyTorch's cache leave 1.9 bytes per parameter: less than the sums of all gradients, which take 2, and
-    # more than the states of one layer.
-    numel = plenty.planned.plan.workload.numel
-    training = TrainingMemory(job)
-    gpu_bytes = training.gpu_bytes + training.cache_bytes + int(1.9 * numel)
-    short = forecast_7b(MemoryLimits(gpu=gpu_bytes, host=None), job)
-    assert not short.budgets.missing(short.planned.memory)
-    plan, setup = short.planned.plan, short.request.setup
-    assert plan.numel(Placement.STREAMED) == 0 < plan.numel(Placement.RESIDENT) < numel / 16
-    assert GradientPath.for_plan(plan, setup).accumulated_down_bytes == 2 * plan.numel(Placement.CPU)
-    all_cpu = short.baselines["all_cpu"]
-    assert isinstance(all_cpu, PredictedIteration)
-    assert short.predicted.backward_s == pytest.approx(all_cpu.backward_s, rel=0.1)
-
-
-def refusal(job: Job, limits: MemoryLimits, machine: HardwareProfile = WITH_GPU) -> str:
-    with pytest.raises(DoesNotFit) as caught:
-        Forecast(job, machine, limits, Overlap(), [100_000_000])
-    return str(caught.value)
-
-
-def test_an_error_names_the_options_that_raise_the_budget() -> None:
-    limits = MemoryLimits(gpu=15 * 10**9, host=None, pinned=32 * 10**9)
-    found = refusal(replace(SMALL, shape=MODELS["20B"]), limits)
-    assert "Pinned memory: raise --pinned-memory-gb." in found
-
-
-def test_the_error_has_the_memory_of_training_where_it_does_not_fit_without_the_optimizer() -> None:
-    long = replace(SMALL, shape=MODELS["20B"], sequence=10**6)
-    found = refusal(long, MemoryLimits(gpu=12 * 10**9, host=None))
-    assert "Without the optimizer, training takes" in found
-    assert "of 10.0 GB of GPU memory less the margin" in found
-    host = refusal(long, MemoryLimits(gpu=None, host=80 * 10**9), CPU_ONLY)
-    assert "of 19.5 GB of host memory per rank" in host
-
-
-@pytest.mark.parametrize("overlap", [Overlap(backward=False, forward=False), Overlap()])
-def test_the_peak_of_training_includes_all_memory_of_the_optimizer(overlap: Overlap) -> None:
-    """Check all phases: slots are filled in backward and flushed in forward, and residents and gradients stay."""
-    job, limits = replace(SMALL, sequence=2048), MemoryLimits(gpu=32 * 10**9, host=None)
-    found = Forecast(job, WITH_GPU, limits, overlap, [100_000_000])
-    plan = found.planned.plan
-    streamed, resident = plan.numel(Placement.STREAMED), plan.numel(Placement.RESIDENT)
-    assert min(streamed, resident) > 0
-    slots_bytes = plan.schedule.num_slots * plan.schedule.slot_numel * 12
-    training = TrainingMemory(job)
-    least_bytes = training.gpu_bytes + training.cache_bytes + slots_bytes + 12 * resident + 2 * (resident + streamed)
-    rounding_bytes = 22 * MIB + 10 * MIB * len(plan.placements)
-    assert least_bytes <= found.memory.gpu_bytes <= min(30 * 10**9, least_bytes + rounding_bytes)
-    assert training.gpu_bytes > training.activation_bytes > 0, "activations of forward and backward"
-
-
-def test_windows_are_backward_and_forward_if_a_gpu_trains() -> None:
-    both = forecast_7b(MemoryLimits(gpu=34 * 10**9, host=None), replace(SMALL, sequence=2048))
-    assert both.windows.forward_s == both.predicted.forward_s
-    assert 0 < both.windows.backward_s <= both.predicted.backward_s, "without the wait for gradients"
-    on_cpu = Forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=400 * 10**9), Overlap(), [100_000_000])
-    assert on_cpu.windows == Windows(), "a CPU cannot train and update at once"
-    assert on_cpu.predicted.hidden_update_s == 0
-
-
-def test_if_the_cpu_trains_everything_is_updated_in_host_memory() -> None:
-    limits = MemoryLimits(gpu=None, host=400 * 10**9)
-    found = Forecast(SMALL, CPU_ONLY, limits, Overlap(), [100_000_000])
-    assert set(found.planned.plan.placements) == {Placement.CPU}
-    for name in ("twin_flow", "all_streamed", "stride_2", "no_offload"):
-        assert found.baselines[name] == Infeasible(reason="the CPU is the only accelerator")
-    assert isinstance(found.baselines["stock"], PredictedIteration)
-    assert found.memory.gpu_bytes == 0
-    numel = found.planned.plan.workload.numel
-    assert found.memory.pinned_bytes == pytest.approx(4 * 14 * numel, rel=1e-6), "parameters are updated in place"
-    training_bytes = 4 * (found.planned.memory.host_bytes + TrainingMemory(SMALL).allocated_bytes)
-    assert found.memory.host_bytes == reserved_host_bytes(4, has_gpu=False) + training_bytes
-    with pytest.raises(DoesNotFit, match=r"exceeds host memory by [\d.]+ GB per rank\.") as caught:
-        Forecast(SMALL, CPU_ONLY, MemoryLimits(gpu=None, host=100 * 10**9), Overlap(), [100_000_000])
-    assert set(caught.value.missing) == {"host_bytes"}
-    assert "--offload-param" not in str(caught.value)
-
-
-def test_training_without_offload_is_the_same_with_and_without_offloaded_parameters() -> None:
-    limits = MemoryLimits(gpu=200 * 10**9, host=None)
-    whole = forecast_7b(limits)
-    assert isinstance(whole.baselines["no_offload"], PredictedIteration)
-    found = forecast_7b(limits, replace(SMALL, offload_param=True))
-    assert found.no_offload_bytes == whole.no_offload_bytes
-    assert found.baselines["no_offload"] == whole.baselines["no_offload"]

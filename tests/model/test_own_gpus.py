@@ -20,9 +20,9 @@ from benchmarks.harness.rows import read_rows
 from perf_model.planner import evaluate, in_forward_order
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP
+from perf_model.presets.models import MODELS
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.decoder import llama
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
@@ -59,13 +59,6 @@ def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
     sizes = {"layers": layers, "hidden": width, "heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
     sizes |= {"intermediate": 4 * width, "vocab": 256, "scores_width": 2 * layers * width}
     return ModelShape(name="ByteGPT", **sizes, tensors=tuple(tensors))
-
-
-def qwen3_4b() -> ModelShape:
-    sizes = {"layers": 36, "hidden": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 9728}
-    shape = llama("Qwen3-4B", **sizes, vocab=151_936, tied=True)
-    paths = [f"model.layers.{number}.self_attn.{kind}_norm.weight" for number in range(36) for kind in "qk"]
-    return replace(shape, tensors=(*shape.tensors, *(ParameterShape(path, 128, 128, False) for path in paths)))
 
 
 def forecast(job: Job, profile: HardwareProfile, limits: MemoryLimits, *unit_sizes: int) -> Forecast:
@@ -113,7 +106,7 @@ def errors_of_1b() -> Errors:
 @cache
 def errors_of_4b() -> Errors:
     """Return the relative errors of the runs in ``h100_4b.csv``, with the plans that ran, and ``h100_4b_stock.csv``."""
-    profile, errors, shape = profile_of("H100"), defaultdict[str, list[float]](list), qwen3_4b()
+    profile, errors, shape = profile_of("H100"), defaultdict[str, list[float]](list), MODELS["Qwen3-4B"]
 
     def of_micro_batch(size: int) -> Forecast:
         job = Job(shape=shape, world_size=1, ranks_per_node=1, micro_batch=size, sequence=2048)

@@ -1,28 +1,87 @@
-"""Test requests for plans: restored from decisions, and explained where nothing is streamed."""
+"""Test requests for plans: the order in which forward uses parameters, and why nothing is streamed."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from perf_model.plan_request import PlanRequest
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import Budgets, DoesNotFit, TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.schedule.cutting import BORDER_MULTIPLE
+from perf_model.prediction.timeline import Phase, seconds_of
+from perf_model.schedule.check import check
+from perf_model.schedule.cutting import BORDER_MULTIPLE, cut_into_units
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.rules import PlacementRule, PlacementRules
-from perf_model.schedule.workload import Partition
+from perf_model.schedule.uses import ParameterUses
+from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB
-from tests.model.costs import cost
+from tests.model.costs import cost, costs, plan_updates, windows
 from tests.model.profiles import RATES, profile
 
-LAYERS = [[Partition(f"layers.{layer}.weight", BORDER_MULTIPLE * (2_000_000 + layer)) for layer in range(12)]]
+EMBEDDING, LAYER, HEAD = (Partition(name, 1600) for name in ("embedding.weight", "layers.0.weight", "head.weight"))
+SUB_GROUPS = [[EMBEDDING, LAYER, HEAD]]
 
+
+def use_counts(sub_groups: list[list[Partition]], uses: list[str], size: int) -> list[int]:
+    """Return the parameters that forward uses from the need of each unit to that of the next."""
+    return [
+        unit.forward_numel for unit in ParameterUses(sub_groups, uses).count(cut_into_units(sub_groups, size)).units
+    ]
+
+
+SECOND, BIAS = Partition("layers.1.weight", 3200), Partition("layers.0.bias", 16)
+
+
+@pytest.mark.parametrize(
+    ("sub_groups", "layers", "size", "expected"),
+    [
+        # Each parameter is used once, or a layer five times: it is needed in its first pass.
+        (SUB_GROUPS, [LAYER], 1600, [1600, 1600, 1600]),
+        (SUB_GROUPS, 5 * [LAYER], 1600, [1600, 5 * 1600, 1600]),
+        # Pieces of a shared layer are all needed in its first pass.
+        (SUB_GROUPS, 5 * [LAYER], 800, [1024, 576, 1024, 576 + 4 * 1600, 1024, 576]),
+        # The first layer is followed by the second one, and the head by nothing.
+        ([[EMBEDDING, LAYER, SECOND, HEAD]], 3 * [LAYER, SECOND], 3200, [3200, 3200 + 2 * 4800, 1600]),
+        # A bias after the weight of each layer is the last parameter that forward uses for the first time.
+        ([*SUB_GROUPS, [BIAS]], 5 * [LAYER, BIAS], 1600, [1600, 1600, 1600, 16 + 4 * 1616]),
+    ],
+)
+def test_shared_parameters_are_needed_in_the_first_pass_and_the_next_ones_after_the_last(
+    sub_groups: list[list[Partition]], layers: list[Partition], size: int, expected: list[int]
+) -> None:
+    uses = [partition.name for partition in (EMBEDDING, *layers, HEAD)]
+    assert use_counts(sub_groups, uses, size) == expected
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(10**6, 10**8), min_size=1, max_size=16), costs, windows, st.integers(0, 10**10), st.data())
+def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_workload(
+    numels: list[int], model: CostModel, overlap: Windows, gpu_bytes: int, data: st.DataObject
+) -> None:
+    arranged, budgets = Workload.from_numels(numels), Budgets(gpu_bytes=gpu_bytes)
+    first_use = tuple(data.draw(st.permutations(range(len(numels)))))
+    expected = plan_updates(arranged, model, budgets, overlap)
+    units = {index: replace(arranged.units[place], index=index) for place, index in enumerate(first_use)}
+    stored = Workload(tuple(units[index] for index in range(len(numels))))
+    other = replace(overlap, first_use=first_use)
+    planned = plan_updates(stored, model, budgets, other)
+    check(planned.plan.schedule, stored)
+    assert planned.exposed_s == pytest.approx(expected.exposed_s, rel=1e-12, abs=1e-15)
+    assert [planned.plan.placements[index] for index in first_use] == list(expected.plan.placements)
+    exposed_s = seconds_of(Phase.EXPOSED, other.phases(planned.timeline, stored, model))
+    assert exposed_s == pytest.approx(expected.exposed_s, rel=1e-9, abs=1e-12)
+
+
+# Requests
+LAYERS = [[Partition(f"layers.{layer}.weight", BORDER_MULTIPLE * (2_000_000 + layer)) for layer in range(12)]]
 
 REQUEST = PlanRequest(
     sub_groups=LAYERS,
@@ -54,36 +113,6 @@ def test_a_rank_with_other_sub_groups_refuses_the_decisions() -> None:
         replace(REQUEST, sub_groups=other).restore(REQUEST.plan().to_json_dict())
 
 
-def test_units_are_used_in_the_order_of_their_parameters_and_unused_ones_last() -> None:
-    request = replace(REQUEST, uses=["layers.5.weight", "layers.2.weight"])
-    others = [index for index in range(12) if index not in (5, 2)]
-    assert request.first_use_of(request.workload(*request.unit_sizes)) == (5, 2, *others)
-
-
-def test_units_that_forward_uses_late_are_those_that_the_cpu_updates() -> None:
-    def mean_place_on_cpu(request: PlanRequest) -> float:
-        on_cpu = [index for index, placement in enumerate(request.plan().plan.placements) if placement is Placement.CPU]
-        return sum(on_cpu) / len(on_cpu)
-
-    # In a shorter forward, most of the update is exposed wherever the CPU's units are.
-    request = replace(REQUEST, windows=Windows(backward_s=0.05, forward_s=0.15))
-    backwards = replace(request, uses=[partition.name for partition in reversed(LAYERS[0])])
-    assert mean_place_on_cpu(request) > 5.5 > mean_place_on_cpu(backwards)
-
-
-def test_rules_place_their_parameters_in_the_plan() -> None:
-    rules = PlacementRules((PlacementRule(("layers.3.*",), "streamed"), PlacementRule(("layers.0.*",), "cpu")))
-    placements = replace(REQUEST, rules=rules).plan().plan.placements
-    assert placements[3] is Placement.STREAMED
-    assert placements[0] is Placement.CPU
-
-
-def test_the_prediction_of_a_plan_depends_on_the_order_in_which_forward_uses_units() -> None:
-    plan = REQUEST.plan().plan
-    backwards = replace(REQUEST, uses=[partition.name for partition in reversed(LAYERS[0])])
-    assert backwards.evaluate(plan).exposed_s > REQUEST.evaluate(plan).exposed_s
-
-
 def test_gradients_accumulated_in_host_memory_leave_only_rules_on_the_accelerator() -> None:
     rules = PlacementRules((PlacementRule(("layers.3.*", "layers.7.*"), "streamed"),))
     with_sums = replace(REQUEST, rules=rules, setup=replace(REQUEST.setup, accumulates=True))
@@ -104,7 +133,6 @@ def test_gradients_accumulated_in_host_memory_leave_only_rules_on_the_accelerato
 
 COST = CostModel.from_profile(profile())
 
-
 OF_ONE_GROUP = PlanRequest(
     sub_groups=[[Partition(f"layers.{layer}.weight", 10**8) for layer in range(8)]],
     unit_sizes=(10**8,),
@@ -114,60 +142,42 @@ OF_ONE_GROUP = PlanRequest(
 )
 
 
-def plan_and_reason(request: PlanRequest, unavailable: str = "") -> tuple[UpdatePlan, str]:
+def cost_with(**rates: float | None) -> CostModel:
+    return CostModel.from_profile(profile({**RATES, **rates}))
+
+
+SLOW_LINK = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9, "both_bytes_per_s": 1.8e9}
+SLOW_LINK["both_beside_cpu_adam_bytes_per_s"] = 1.7e9
+ALL_ON_CPU = PlacementRules.from_json([{"match": "*", "states": "cpu"}])
+
+
+@pytest.mark.parametrize(
+    ("change", "unavailable", "reason"),
+    [
+        ({}, "", ""),
+        ({"cost": cost_with(**SLOW_LINK)}, "", "no plan that streams is predicted to expose less time."),
+        ({"cost": cost_with(gpu_adam_params_per_s=None)}, "", "the hardware profile has no rate of Adam on the GPU"),
+        ({"budgets": Budgets()}, "", "the states of all units fit into GPU memory, and stay there."),
+        ({"rules": ALL_ON_CPU}, "", "rules give every unit another placement."),
+        ({"budgets": Budgets(gpu_bytes=0)}, "Triton is missing.", "Triton is missing."),
+    ],
+)
+def test_the_reason_why_nothing_is_streamed_is_given(change: dict[str, Any], unavailable: str, reason: str) -> None:
+    request = replace(OF_ONE_GROUP, **change)
     plan = request.plan().plan
-    return plan, request.why_nothing_is_streamed(plan, unavailable)
-
-
-def test_a_plan_that_streams_has_no_reason() -> None:
-    plan, why = plan_and_reason(OF_ONE_GROUP)
-    assert Placement.STREAMED in plan.placements
-    assert why == ""
+    assert (Placement.STREAMED in plan.placements) is (reason == "")
+    found = request.why_nothing_is_streamed(plan, unavailable)
+    assert found.startswith(f"Nothing is streamed: {reason}" if reason else "")
+    assert bool(found) is bool(reason)
 
 
 @pytest.mark.parametrize("setup", [TrainingSetup(), TrainingSetup(accumulates=True)])
 def test_with_the_memory_that_the_reason_names_a_unit_can_be_streamed(setup: TrainingSetup) -> None:
-    request = replace(OF_ONE_GROUP, budgets=Budgets(gpu_bytes=10**9), setup=setup, cost=slow_cpu())
-    _, why = plan_and_reason(request)
+    slow_cpu = cost_with(**dict.fromkeys(("cpu_adam_params_per_s", "cpu_adam_beside_transfers_params_per_s"), 1e7))
+    request = replace(OF_ONE_GROUP, budgets=Budgets(gpu_bytes=10**9), setup=setup, cost=slow_cpu)
+    why = request.why_nothing_is_streamed(request.plan().plan, "")
     assert "the budget of 1.0 GB of GPU memory cannot hold a slot and the gradients" in why
-    assert "or use more ranks" in why
     named = re.search(r'"gpu_memory_gb" to at least (\d+\.\d)', why)
     assert named is not None
-    plan, _ = plan_and_reason(replace(request, budgets=Budgets(gpu_bytes=int(float(named[1]) * GB))))
-    assert set(plan.placements) != {Placement.CPU}
-
-
-def slow_cpu() -> CostModel:
-    slow = {"cpu_adam_params_per_s": 1e7, "cpu_adam_beside_transfers_params_per_s": 1e7}
-    return CostModel.from_profile(profile({**RATES, **slow}))
-
-
-def test_with_a_slow_link_the_reason_is_the_prediction() -> None:
-    slow = {**RATES, "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9, "both_bytes_per_s": 1.8e9}
-    slow["both_beside_cpu_adam_bytes_per_s"] = 1.7e9
-    _, why = plan_and_reason(replace(OF_ONE_GROUP, cost=CostModel.from_profile(profile(slow))))
-    assert why == "Nothing is streamed: no plan that streams is predicted to expose less time."
-
-
-def test_without_a_rate_of_adam_on_the_gpu_the_reason_is_the_profile() -> None:
-    no_rate = CostModel.from_profile(profile({**RATES, "gpu_adam_params_per_s": None}))
-    assert (
-        "the hardware profile has no rate of Adam on the GPU" in plan_and_reason(replace(OF_ONE_GROUP, cost=no_rate))[1]
-    )
-
-
-def test_states_that_all_fit_are_not_streamed() -> None:
-    plan, why = plan_and_reason(replace(OF_ONE_GROUP, budgets=Budgets()))
-    assert set(plan.placements) == {Placement.RESIDENT}
-    assert why == "Nothing is streamed: the states of all units fit into GPU memory, and stay there."
-
-
-def test_rules_are_the_reason_where_they_place_every_unit() -> None:
-    rules = PlacementRules.from_json([{"match": "*", "states": "cpu"}])
-    _, why = plan_and_reason(replace(OF_ONE_GROUP, rules=rules))
-    assert why == "Nothing is streamed: rules give every unit another placement."
-
-
-def test_an_accelerator_that_cannot_update_is_the_reason_before_any_other() -> None:
-    _, why = plan_and_reason(replace(OF_ONE_GROUP, budgets=Budgets(gpu_bytes=0)), unavailable="Triton is missing.")
-    assert why == "Nothing is streamed: Triton is missing."
+    enough = replace(request, budgets=Budgets(gpu_bytes=int(float(named[1]) * GB)))
+    assert set(enough.plan().plan.placements) != {Placement.CPU}

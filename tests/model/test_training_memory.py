@@ -1,159 +1,225 @@
-"""Compare the predicted GPU memory of training with published peaks, and with sums by hand."""
+"""Check the predicted memory of updates and of training: by hand, against published peaks, and with states on disk."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 
-from benchmarks.published.runs import GPUS_PER_NODE, read_runs
-from perf_model.prediction.memory import MemoryUse, reserved_by_stock
+from benchmarks.published.runs import GPUS_PER_NODE
+from perf_model.plan_request import PlanRequest
+from perf_model.prediction.cost import CostModel, DiskRates, Resource
+from perf_model.prediction.memory import (
+    DEFAULT_SETUP,
+    MIB,
+    Budgets,
+    MemoryKind,
+    MemoryUse,
+    Reservation,
+    TrainingSetup,
+    cuda_bytes_of,
+    memory_of,
+    reserved_by_stock,
+)
+from perf_model.prediction.overlap_windows import Windows
+from perf_model.prediction.work_bound import work_bound
 from perf_model.presets.models import MODELS, paper_model
+from perf_model.schedule.host_layout import SIXTEEN_BIT, WIDTHS_OF_STATES, Widths
+from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import Partition, Workload
 from perf_model.training_run.decoder import llama
-from perf_model.training_run.forecast import Forecast, Infeasible, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.training_memory import (
-    SCORE_BYTES,
     WORKSPACE_BYTES,
     TrainingMemory,
     ZeroSizes,
-    reserved_host_bytes,
 )
 from perf_model.units import GB
 from tests.launch import REPOSITORY
-from tests.model.profiles import RATES, profile
+from tests.model.profiles import profile
 
-GIB = 2**30
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+NUMEL = 2**24
+"""The length of 64 MiB of fp32: neither blocks nor powers of two are rounded."""
 
-TOLERANCE = 0.10
+SHARED = Widths(param=2, grad=2, publishes=False)
+BF16, BF16_MASTERS = WIDTHS_OF_STATES["bf16"], WIDTHS_OF_STATES["bf16-masters"]
+ACCUMULATES = TrainingSetup(accumulates=True)
 
-PEAKS = REPOSITORY / "benchmarks" / "data" / "published_peaks.csv"
 
+def plan(
+    *placements: Placement, num_slots: int = 1, numel: int = NUMEL, eager: frozenset[int] = frozenset()
+) -> UpdatePlan:
+    """Return a plan of units that all have ``numel`` parameters."""
+    return UpdatePlan(
+        workload=Workload.from_numels([numel] * len(placements)),
+        placements=placements,
+        num_slots=num_slots,
+        eager=eager,
+    )
+
+
+@pytest.mark.parametrize(
+    ("each_bytes", "count", "taken"),
+    [
+        (0, 3, 0),
+        # Small blocks share a segment of 2 MiB, and are multiples of 512 B.
+        (1, 4096, 2 * MIB),
+        (1, 4097, 4 * MIB),
+        (MIB, 3, 4 * MIB),
+        # Blocks below 10 MiB share a segment of 20 MiB.
+        (MIB + 1, 1, 20 * MIB),
+        (5 * MIB, 5, 40 * MIB),
+        (9 * MIB, 3, 40 * MIB),
+        # Each larger block has its own segment.
+        (21 * MIB + 1, 2, 44 * MIB),
+    ],
+)
+def test_gpu_memory_is_taken_in_whole_segments(each_bytes: int, count: int, taken: int) -> None:
+    assert cuda_bytes_of([Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each_bytes, count=count)]) == taken
+
+
+@pytest.mark.parametrize(
+    ("drawn", "setup", "gpu", "pinned", "eager"),
+    [
+        # p, m, v, the gradient and the rounded parameters are pinned. An fp32 model has nothing to round.
+        (plan(CPU), DEFAULT_SETUP, 0, 16, 0),
+        (plan(CPU), TrainingSetup(widths=Widths(param=4, grad=4)), 0, 16, 0),
+        (plan(CPU), TrainingSetup(widths=BF16_MASTERS), 0, 12, 0),
+        (plan(CPU), TrainingSetup(widths=BF16), 0, 8, 0),
+        # Residents can return to host memory.
+        (plan(RESIDENT), DEFAULT_SETUP, 14, 16, 0),
+        (plan(RESIDENT), TrainingSetup(widths=BF16), 8, 8, 0),
+        # There is one set of p, m and v per slot, at most one slot per unit, and all gradients.
+        (plan(*[STREAMED] * 3, num_slots=2), DEFAULT_SETUP, 2 * 12 + 3 * 2, 3 * 16, 0),
+        (plan(*[STREAMED] * 3, num_slots=4), DEFAULT_SETUP, 3 * 12 + 3 * 2, 3 * 16, 0),
+        (plan(*[STREAMED] * 2, num_slots=2), TrainingSetup(widths=BF16_MASTERS), 2 * 10 + 2 * 2, 2 * 12, 0),
+        # The sums of all gradients are on the accelerator if anything is updated there, or if they have to be.
+        (plan(CPU, STREAMED, RESIDENT), ACCUMULATES, 2 * 12 + 3 * 2, 3 * 16, 0),
+        (plan(CPU, CPU), ACCUMULATES, 0, 2 * 16, 0),
+        (plan(CPU, CPU), replace(ACCUMULATES, sums_on_accelerator=True), 2 * 2, 2 * 16, 0),
+        (plan(CPU, STREAMED, RESIDENT), replace(ACCUMULATES, sums_on_accelerator=False), 2 * 12 + 2 * 2, 3 * 16, 0),
+        # Eager units have a second version of their states, and of a 16-bit model that the CPU rounds to in place.
+        (plan(CPU, CPU, eager=frozenset({1})), DEFAULT_SETUP, 0, 2 * 16, 12),
+        (plan(CPU, CPU, eager=frozenset({1})), TrainingSetup(widths=BF16), 0, 2 * 8, 6),
+        (plan(CPU, CPU, eager=frozenset({1})), TrainingSetup(widths=SHARED, params_on_host=True), 0, 2 * 14, 14),
+        # Parameters in host memory are staged in one buffer in addition to the gradients.
+        (plan(CPU, STREAMED), TrainingSetup(widths=SHARED, params_on_host=True), 12 + 2 + 2, 2 * 14, 0),
+    ],
+)
+def test_an_update_takes_the_bytes_per_parameter_that_are_counted_by_hand(
+    drawn: UpdatePlan, setup: TrainingSetup, gpu: int, pinned: int, eager: int
+) -> None:
+    memory = memory_of(drawn, setup)
+    found = memory.gpu_bytes, memory.pinned_bytes, memory.eager_bytes
+    assert found == (gpu * NUMEL, pinned * NUMEL, eager * NUMEL)
+    assert memory.host_bytes == (pinned + eager) * NUMEL
+    missing = {"eager_bytes": eager * NUMEL} if eager else {}
+    assert Budgets().missing(memory) == missing
+    assert Budgets(eager_bytes=eager * NUMEL).missing(memory) == {}
+
+
+def test_stock_pins_nothing_and_rounds_and_sums_in_host_memory() -> None:
+    stock = MemoryUse.from_reservations(reserved_by_stock(plan(CPU, RESIDENT)))
+    assert stock == MemoryUse(gpu_bytes=16 * NUMEL, host_bytes=(12 + 4 + 2 * 2) * NUMEL, pinned_bytes=0)
+    # The gradient has the dtype of the masters, and the sums of gradients that of the model.
+    assert MemoryUse.from_reservations(reserved_by_stock(plan(CPU), BF16)).host_bytes == (6 + 2 + 2) * NUMEL
+
+
+# States on disk
+MILLION = 10**6
+LAYERS = [Partition(f"layers.{index}.weight", 4 * MILLION) for index in range(10)]
+NORMS = [Partition(f"layers.{index}.norm", 5000, is_persistent=True) for index in range(10)]
+DISK = DiskRates.one_after_the_other(6e9, 4e9)
+
+
+def on_disk(host_bytes: int, **options: object) -> list[str]:
+    placed = place_on_disk([LAYERS, NORMS], SIXTEEN_BIT, host_bytes, **options)  # type: ignore[arg-type]
+    return [partition.name for partition in chain.from_iterable(placed) if partition.is_on_disk]
+
+
+def test_the_last_layers_are_on_disk_as_many_as_needed() -> None:
+    all_bytes = 16 * sum(partition.numel for partition in [*LAYERS, *NORMS])
+    few = on_disk(all_bytes - 12 * 4 * MILLION, disk_unit_size=MILLION)
+    assert few == ["layers.8.weight", "layers.9.weight"], "the second makes room for the disk slots"
+    assert on_disk(all_bytes) == []
+    resident = on_disk(0, placement_of=lambda name: RESIDENT if name.startswith("layers.9") else None)
+    assert resident == [partition.name for partition in LAYERS[:-1]]
+    assert on_disk(0) == [partition.name for partition in LAYERS]
+
+
+def test_a_plan_with_states_on_disk_is_bound_by_the_disk_and_hides_reads_and_writes() -> None:
+    placed = place_on_disk([LAYERS, NORMS], SIXTEEN_BIT, 0)
+    cost = CostModel.from_profile(profile()).with_disk(DISK, SIXTEEN_BIT)
+    no_gpu = Budgets(gpu_bytes=0)
+    request = PlanRequest(sub_groups=placed, unit_sizes=(5 * MILLION,), cost=cost, budgets=no_gpu, windows=Windows())
+    planned = request.plan().planned
+    bound = work_bound(planned.plan.workload, cost, 0)
+    numel = planned.plan.workload.on_disk_numel
+    assert bound.binding is Resource.DISK
+    assert bound.seconds == pytest.approx(12 * numel / 6e9 + 12 * numel / 4e9)
+    assert bound.seconds <= planned.update_s <= 1.3 * bound.seconds
+    # Each of the three slots holds two layers.
+    unit_bytes = 12 * 8 * MILLION
+    overlapped = replace(request, windows=Windows(backward_s=5.0, forward_s=0.001)).plan().planned
+    hidden_s = planned.exposed_s - overlapped.exposed_s
+    assert 3 * unit_bytes / 6e9 < hidden_s < 3 * unit_bytes / 6e9 + 3 * unit_bytes / 4e9
+
+
+# The memory of training
 SHAPES = {**MODELS, "30B": paper_model("30B", layers=60, hidden=6656, heads=52, numel=27.75e9)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedPeak:
-    """A run of the published logs: what PyTorch allocated and held at the peak of one rank, in GiB.
-
-    The logs round what is held to whole GiB. ``device_gb`` is the peak that the driver reported, in GB. ``cpu_ratio``
-    is the share of the sub-groups that Twin-Flow does not keep on the GPU.
-    """
-
-    name: str
-    model: str
-    ranks: int
-    micro_batch: int
-    cpu_ratio: float
-    allocated_gib: float
-    held_gib: float
-    device_gb: float | None
-
-    @classmethod
-    def from_row(cls, row: dict[str, str]) -> PublishedPeak:
-        kind = "blocking" if row["blocking"] == "1" else "asynchronous"
-        return cls(
-            name=f"{row['sweep']}, {row['model_name']}, dp {row['dp']}, {row['cpu_ratio']}, {kind}",
-            model=row["model_name"],
-            ranks=int(row["dp"]),
-            micro_batch=int(row["micro_batch"]),
-            cpu_ratio=float(row["cpu_ratio"]),
-            allocated_gib=float(row["allocated_gib"]),
-            held_gib=float(row["held_gib"]),
-            device_gb=float(row["device_gb"]) if row["device_gb"] else None,
-        )
-
-    @property
-    def job(self) -> Job:
-        """Return the run, with Megatron-LM's attention."""
-        return Job(
-            shape=SHAPES[self.model],
-            world_size=self.ranks,
-            ranks_per_node=min(GPUS_PER_NODE, self.ranks),
-            micro_batch=self.micro_batch,
-            sequence=2048,
-            attention="fused_softmax",
-            sub_group_size=100_000_000,
-        )
-
-    @property
-    def states_bytes(self) -> int:
-        """Return the bytes of Twin-Flow's states on the GPU."""
-        workload = Workload.from_numels([sum(part.numel for part in parts) for parts in self.job.sub_groups])
-        on_cpu = int(self.cpu_ratio * len(workload.units))
-        placements = (Placement.RESIDENT,) * (len(workload.units) - on_cpu) + (Placement.CPU,) * on_cpu
-        plan = UpdatePlan(workload=workload, placements=placements, num_slots=1)
-        return MemoryUse.from_reservations(reserved_by_stock(plan)).gpu_bytes
-
-    @property
-    def allocated_error(self) -> float:
-        """Return the relative error of what is allocated."""
-        memory = TrainingMemory(self.job)
-        return (memory.gpu_bytes - outside_allocator(memory) + self.states_bytes) / (self.allocated_gib * GIB) - 1
-
-    @property
-    def held_error(self) -> float:
-        """Return the relative error of what is held, together with what is not the allocator's, as the driver does."""
-        memory = TrainingMemory(self.job)
-        held_bytes = memory.gpu_bytes + memory.cache_bytes + self.states_bytes
-        logged_bytes = self.held_gib * GIB + outside_allocator(memory)
-        return held_bytes / (logged_bytes if self.device_gb is None else self.device_gb * GB) - 1
-
-
-PUBLISHED = [PublishedPeak.from_row(row) for row in csv.DictReader(PEAKS.read_text().splitlines())]
+PEAKS = list(csv.DictReader((REPOSITORY / "benchmarks/data/published_peaks.csv").open()))
 """The published stock runs whose log was read: ``benchmarks/data/README.md`` has the rule."""
 
 HELD_LESS_WELL = {
-    "7B-scale-gaps-a100, 7B, dp 4, 1.0, asynchronous": -0.178,
-    "7B-scale-DP, 7B, dp 8, 1.0, asynchronous": 0.104,
+    ("7B-scale-gaps-a100", "7B", "4", "1.0", "0"): -0.178,
+    ("7B-scale-DP", "7B", "8", "1.0", "0"): 0.104,
 }
-"""The runs whose cache is not predicted within the aim, with the errors of what is held."""
+"""The errors of runs whose cache is not predicted within 10 %."""
 
 
-def outside_allocator(memory: TrainingMemory) -> int:
-    return memory.context_bytes - WORKSPACE_BYTES
+def published_job(row: dict[str, str]) -> Job:
+    """Return the run of the log, with Megatron-LM's attention."""
+    return Job(
+        shape=SHAPES[row["model_name"]],
+        world_size=int(row["dp"]),
+        ranks_per_node=min(GPUS_PER_NODE, int(row["dp"])),
+        micro_batch=int(row["micro_batch"]),
+        sequence=2048,
+        attention="fused_softmax",
+        sub_group_size=100_000_000,
+    )
 
 
-@pytest.mark.parametrize("peak", PUBLISHED, ids=lambda peak: peak.name)
-def test_the_predicted_peak_is_that_of_the_published_run(peak: PublishedPeak) -> None:
-    assert abs(peak.allocated_error) < TOLERANCE + 0.0005, "the aim, rounded to a tenth of a percent"
-    if peak.name in HELD_LESS_WELL:
-        assert peak.held_error == pytest.approx(HELD_LESS_WELL[peak.name], abs=0.0005)
-    else:
-        assert abs(peak.held_error) < TOLERANCE
+def states_bytes(job: Job, cpu_ratio: float) -> int:
+    """Return the bytes of Twin-Flow's states on the GPU: ``cpu_ratio`` of the sub-groups are not there."""
+    workload = Workload.from_numels([sum(part.numel for part in parts) for parts in job.sub_groups])
+    on_cpu = int(cpu_ratio * len(workload.units))
+    placements = (RESIDENT,) * (len(workload.units) - on_cpu) + (CPU,) * on_cpu
+    plan = UpdatePlan(workload=workload, placements=placements, num_slots=1)
+    return MemoryUse.from_reservations(reserved_by_stock(plan)).gpu_bytes
 
 
-def test_the_published_peaks_are_of_stock_runs_in_the_file_of_runs() -> None:
-    assert len(PUBLISHED) == 23
-    runs = {
-        (run.sweep, run.model_name, run.setting.ranks, run.setting.cpu_ratio)
-        for run in read_runs()
-        if run.setting.update_stride is None
-    }
-    rows = list(csv.DictReader(PEAKS.read_text().splitlines()))
-    asynchronous = [row for row in rows if row["blocking"] == "0"]
-    assert len(asynchronous) == 21
-    for row in asynchronous:
-        assert (row["sweep"], row["model_name"], int(row["dp"]), float(row["cpu_ratio"])) in runs
-
-
-def test_a_micro_batch_that_went_out_of_memory_leaves_no_room_for_the_cache_without_flash_attention() -> None:
-    """Check the 20B model with 16 sequences on H100-80GB, which went out of memory; with 8 sequences it trained."""
-    limit = 81_559 * 2**20
-    (peak,) = [peak for peak in PUBLISHED if peak.name == "20B-scale-twinflow, 20B, dp 4, 1.0, asynchronous"]
-    job = replace(peak.job, micro_batch=16, attention="eager")
-
-    def held_bytes(job: Job) -> int:
-        return TrainingMemory(job).gpu_bytes + TrainingMemory(job).cache_bytes
-
-    assert held_bytes(job) > limit
-    assert held_bytes(replace(job, micro_batch=8)) < limit
-    assert held_bytes(replace(job, attention="flash")) < limit
+@pytest.mark.parametrize("row", PEAKS, ids=lambda row: f"{row['sweep']}, {row['model_name']}, dp {row['dp']}")
+def test_the_predicted_peak_is_that_of_the_published_run(row: dict[str, str]) -> None:
+    """Check what PyTorch allocated, and what it held, with what is not the allocator's, as the driver reports it."""
+    job = published_job(row)
+    memory, on_gpu_bytes = TrainingMemory(job), states_bytes(job, float(row["cpu_ratio"]))
+    outside_bytes = memory.context_bytes - WORKSPACE_BYTES
+    allocated_bytes = memory.gpu_bytes - outside_bytes + on_gpu_bytes
+    # The aim, rounded to a tenth of a percent.
+    assert abs(allocated_bytes / (float(row["allocated_gib"]) * 2**30) - 1) < 0.1005
+    logged_bytes = float(row["held_gib"]) * 2**30 + outside_bytes
+    held_bytes = memory.gpu_bytes + memory.cache_bytes + on_gpu_bytes
+    error = held_bytes / (float(row["device_gb"]) * GB if row["device_gb"] else logged_bytes) - 1
+    kind = row["sweep"], row["model_name"], row["dp"], row["cpu_ratio"], row["blocking"]
+    assert abs(error) < 0.1 if kind not in HELD_LESS_WELL else error == pytest.approx(HELD_LESS_WELL[kind], abs=5e-4)
 
 
 TINY = llama("tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=100)
@@ -206,75 +272,3 @@ def test_buckets_and_gathered_parameters_are_as_summed_by_hand() -> None:
     peak = max(at_the_end, alone.activation_bytes + 2 * largest)
     assert alone.allocated_bytes <= alone.partition_bytes + alone.bucket_bytes + peak
     assert alone.allocated_bytes >= alone.partition_bytes + alone.bucket_bytes + at_the_end
-
-
-def test_memory_grows_with_the_batch_and_shrinks_with_recomputation_and_ranks() -> None:
-    job = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=2, sequence=2048)
-
-    def gpu_bytes(**changes: Any) -> int:
-        return TrainingMemory(replace(job, **changes)).gpu_bytes
-
-    assert gpu_bytes(micro_batch=4) > gpu_bytes() > gpu_bytes(world_size=8)
-    assert gpu_bytes(recompute=False) > gpu_bytes()
-    by_attention = [TrainingMemory(replace(job, attention=attention)).activation_bytes for attention in SCORE_BYTES]
-    assert by_attention == sorted(by_attention)
-
-
-WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
-
-
-def test_every_way_to_train_leaves_the_margin_free() -> None:
-    """Check GPUs whose memory is just enough for a way to train with the margin, and for it without the margin."""
-    job = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=2048)
-    margin = 3 * GB
-    resident_bytes = 14 * -(-job.shape.numel // 4)
-
-    def outcomes(gpu_bytes: int) -> dict[str, object]:
-        limits = MemoryLimits(gpu=gpu_bytes, host=None, gpu_margin=margin)
-        return dict(Forecast(job, WITH_GPU, limits, Overlap(), [100_000_000]).baselines)
-
-    enough = TrainingMemory(job).gpu_bytes + resident_bytes + margin + 10**6
-    assert isinstance(outcomes(enough)["no_offload"], PredictedIteration)
-    refused = outcomes(enough - 2 * 10**6 - 200_000)["no_offload"]
-    assert isinstance(refused, Infeasible)
-    assert "--gpu-memory-gb" in refused.reason
-    # All streamed takes two slots or more, and the gradients.
-    training = TrainingMemory(job)
-    with_margin = MemoryLimits(gpu=training.gpu_bytes + training.cache_bytes + 6 * GB, host=None, gpu_margin=0)
-    assert isinstance(
-        Forecast(job, WITH_GPU, with_margin, Overlap(), [100_000_000]).baselines["all_streamed"], PredictedIteration
-    )
-    without = replace(with_margin, gpu_margin=5 * GB)
-    assert isinstance(Forecast(job, WITH_GPU, without, Overlap(), [100_000_000]).baselines["all_streamed"], Infeasible)
-
-
-def test_host_memory_keeps_room_for_the_system_and_the_processes() -> None:
-    job = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=2048)
-    unlimited = Forecast(job, WITH_GPU, MemoryLimits(gpu=60 * GB, host=None), Overlap(), [100_000_000])
-    reserve = reserved_host_bytes(4, has_gpu=True)
-    assert unlimited.reserved_host_bytes == reserve
-    assert unlimited.memory.host_bytes == reserve + 4 * unlimited.planned.memory.host_bytes
-    fits = MemoryLimits(gpu=60 * GB, host=unlimited.memory.host_bytes)
-    assert Forecast(job, WITH_GPU, fits, Overlap(), [100_000_000]).memory.host_bytes == fits.host
-    with pytest.raises(ValueError, match="exceeds host memory by"):
-        Forecast(job, WITH_GPU, replace(fits, host=unlimited.memory.host_bytes - 4), Overlap(), [100_000_000])
-
-
-@pytest.mark.parametrize("offload_param", [False, True])
-def test_stock_runs_exactly_where_its_memory_fits(offload_param: bool) -> None:
-    job = Job(
-        shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=2048, offload_param=offload_param
-    )
-    limits = MemoryLimits(gpu=60 * GB, host=None)
-    needed = Forecast(job, WITH_GPU, limits, Overlap(), [100_000_000]).memory_of_stock.host_bytes
-    for host, outcome in ((needed, PredictedIteration), (needed - 4, Infeasible)):
-        found = Forecast(job, WITH_GPU, replace(limits, host=host), Overlap(), [100_000_000])
-        assert isinstance(found.baselines["stock"], outcome)
-        assert found.memory_of_stock.host_bytes == needed
-
-
-def test_frozen_parameters_have_no_gradients_in_gpu_memory() -> None:
-    job = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=128)
-    lora = replace(job, trainable_share=0.01)
-    assert TrainingMemory(lora).cache_bytes < TrainingMemory(job).cache_bytes
-    assert TrainingMemory(lora).gpu_bytes < TrainingMemory(job).gpu_bytes

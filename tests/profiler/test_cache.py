@@ -1,25 +1,33 @@
-"""Test the cache of quick profiles: it saves time and never makes a run fail."""
+"""Test the cache of quick profiles, which never makes a run fail, and the facts about the host that it compares."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed
 
-from deep_opt_states.files import replace_file
+from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.host import machine
 from deep_opt_states.profiler import cache
-from deep_opt_states.profiler.cache import cached_path, quick_profile
+from deep_opt_states.profiler.cache import quick_profile
 from deep_opt_states.profiler.probes import ProbeError
-from deep_opt_states.profiler.profile import NO_ACCELERATOR, noise_waivers
-from deep_opt_states.profiler.ranks import Ranks
+from deep_opt_states.profiler.profile import NO_ACCELERATOR, ProbeEffort, noise_waivers, training_cpu_adam
+from deep_opt_states.profiler.ranks import Ranks, launched_ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
-from tests.launch import run_ranks
 from tests.model.profiles import profile
-from tests.profiler.threads import on_ranks
+from tests.profiler.threads import on_ranks as on_threads
+from tests.profiler.virtual import SMALL, kernels
+from tests.ranks import on_ranks
 
 
 @pytest.fixture
@@ -56,29 +64,19 @@ def profile_and_log(ranks: Ranks) -> tuple[float, list[str]]:
     return quick_profile(None, ranks, log.append, log.append, threads=1).rate("cpu_adam_params_per_s"), log
 
 
-def test_a_cached_profile_is_read_instead_of_measuring(folder: Path, measured: list[int]) -> None:
+def test_a_cached_profile_is_read_instead_of_measuring_on_the_same_machine(
+    folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "triton_version", lambda: "")
     assert profile_and_log(Ranks()) == (1e9 + 1, ["A quick hardware profile was measured."])
     (file,) = folder.iterdir()
     assert profile_and_log(Ranks()) == (1e9 + 1, [f"Hardware profile of 2026-01-02, read from {file}."])
-    assert measured == [0]
-
-
-def test_the_machine_is_measured_again_after_triton_was_installed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that the GPU's Adam, which is waived without Triton, is not waived forever."""
-    monkeypatch.setattr(cache, "triton_version", lambda: "")
-    profile_and_log(Ranks())
+    # The GPU's Adam, which is waived without Triton, is not waived forever.
     monkeypatch.setattr(cache, "triton_version", lambda: "3.6.0")
-    assert profile_and_log(Ranks())[0] == 1e9 + 2
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_the_machine_is_measured_again_with_pinned_threads(folder: Path, measured: list[int]) -> None:
-    profile_and_log(Ranks())
+    assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + 2] * 2
     for _ in range(2):
-        assert quick_profile(None, Ranks(), print, print, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 2
-    assert measured == [0, 0]
+        assert quick_profile(None, Ranks(), print, print, threads=1, cores=(0,)).rate(REQUIRED[0]) == 1e9 + 3
+    assert measured == [0] * 3
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,8 @@ def test_the_machine_is_measured_again_with_pinned_threads(folder: Path, measure
         lambda text: "\udcff\udcfe",
         lambda text: json.dumps({**json.loads(text), "version": 0}),
         lambda text: json.dumps({**json.loads(text), "measurements": {}}),
-        lambda text: "[" * 100,
     ],
-    ids=["empty", "cut off", "not text", "old version", "nothing measured", "not a profile"],
+    ids=["empty", "cut off", "not text", "old version", "nothing measured"],
 )
 def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path, spoil: Any) -> None:
     profile_and_log(Ranks())
@@ -102,71 +99,68 @@ def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path
     assert list(folder.iterdir()) == [file]
 
 
-def test_a_profile_with_an_implausible_quantity_is_used_and_measured_again(
-    folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+TOO_FAST = {"both_beside_cpu_adam_bytes_per_s": Measurement(samples=(1e12,))}
+
+
+@pytest.mark.parametrize(
+    ("waived", "is_cached"),
+    [
+        ({"gpu_adam_params_per_s": Measurement(waived=NO_ACCELERATOR)}, True),
+        (noise_waivers(profile().measurements | TOO_FAST), False),
+    ],
+    ids=["no accelerator", "a rate that is far above the rate alone"],
+)
+def test_a_profile_is_measured_again_only_if_a_quantity_was_implausible(
+    waived: dict[str, Measurement], is_cached: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check that one start on a busy machine does not leave later ones without a rate."""
+    assert waived
     quiet = cache.measure
 
     def disturbed(*arguments: Any, **kernels: Any) -> HardwareProfile:
         found = quiet(*arguments, **kernels)
-        too_fast = {"both_beside_cpu_adam_bytes_per_s": Measurement(samples=(1e12,))}
-        noise = noise_waivers(profile().measurements | too_fast)
-        assert noise, "the rate beside the CPU's Adam is far above the rate alone"
-        return replace(found, measurements={**found.measurements, **noise})
+        return replace(found, measurements={**found.measurements, **waived})
 
     monkeypatch.setattr(cache, "measure", disturbed)
     rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
-    assert "not cached, and the next start measures again: both_beside_cpu_adam_bytes_per_s had" in log[-1]
+    message = "not cached, and the next start measures again: both_beside_cpu_adam_bytes_per_s had"
+    assert (message in log[-1]) is not is_cached
     monkeypatch.setattr(cache, "measure", quiet)
-    assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + 2] * 2
-    assert measured == [0, 0]
+    assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + (1 if is_cached else 2)] * 2
 
 
-def test_a_profile_without_an_accelerator_is_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a waiver which every measurement of this machine would repeat does not prevent caching."""
-    complete = cache.measure
-
-    def without_accelerator(*arguments: Any, **kernels: Any) -> HardwareProfile:
-        found = complete(*arguments, **kernels)
-        waived = {"gpu_adam_params_per_s": Measurement(waived=NO_ACCELERATOR)}
-        return replace(found, measurements={**found.measurements, **waived})
-
-    monkeypatch.setattr(cache, "measure", without_accelerator)
-    assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + 1] * 2
-
-
-def test_all_ranks_use_the_profile_of_rank_0(folder: Path, measured: list[int]) -> None:
-    first = on_ranks(3, profile_and_log)
+def test_all_ranks_use_the_profile_in_the_cache_of_rank_0(
+    folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that ranks agree even if one node's cache has no profile, and another's has an old one."""
+    read: list[Path] = []
+    original = cache._read
+    monkeypatch.setattr(cache, "_read", lambda path: read.append(path) or original(path))
+    first = on_threads(3, profile_and_log)
     assert sorted(measured) == [0, 1, 2]
     assert [outcome[0] for outcome in first] == [1e9 + 1] * 3
     assert [bool(outcome[1]) for outcome in first] == [True, False, False], "only rank 0 logs"
-    assert [outcome[0] for outcome in on_ranks(3, profile_and_log)] == [1e9 + 1] * 3
+    assert [outcome[0] for outcome in on_threads(3, profile_and_log)] == [1e9 + 1] * 3
     assert len(measured) == 3
+    assert len(read) == 2
 
 
-def test_only_the_cache_of_rank_0_is_read(folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that ranks agree even if one node's cache has no profile, and another's has an old one."""
-    read: list[Path | None] = []
-    monkeypatch.setattr(cache, "_read", read.append)
-    on_ranks(2, profile_and_log)
-    assert len(read) == 1
-    assert sorted(measured) == [0, 1]
-
-
-def test_a_failure_on_rank_0_is_raised_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*facts: Any) -> str:
-        raise KeyError("facts")
-
-    monkeypatch.setattr(cache, "fingerprint", broken)
-    outcomes = on_ranks(2, profile_and_log)
-    assert [type(outcome) for outcome in outcomes] == [ProbeError] * 2
-    assert {str(outcome) for outcome in outcomes} == {"rank 0: KeyError: 'facts'"}
-
-
-def homeless() -> Path:
-    raise RuntimeError("Could not determine home directory.")
+@pytest.mark.parametrize(
+    ("broken", "error", "expected"),
+    [
+        ("fingerprint", KeyError("facts"), "rank 0: KeyError: 'facts'"),
+        ("measure", ProfileError("no kernel"), "no kernel"),
+    ],
+)
+def test_a_failure_is_raised_on_all_ranks_and_nothing_is_cached(
+    broken: str, error: Exception, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, broken, mock.Mock(side_effect=error))
+    outcomes = on_threads(2, profile_and_log)
+    assert {type(outcome) for outcome in outcomes} == {ProbeError if broken == "fingerprint" else ProfileError}
+    assert {str(outcome) for outcome in outcomes} == {expected}
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("place", ["a file in place of the folder", "a folder in place of the file", "no home folder"])
@@ -181,7 +175,7 @@ def test_a_profile_that_cannot_be_cached_is_used_with_a_line_of_the_log(
         (folder / "there.json").mkdir(parents=True)
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", homeless)
+        monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
     rate, log = profile_and_log(Ranks())
     assert rate == 1e9 + 1
     assert "not cached" in log[-1]
@@ -189,60 +183,107 @@ def test_a_profile_that_cannot_be_cached_is_used_with_a_line_of_the_log(
     assert not folder.is_dir() or [path.name for path in folder.iterdir()] == ["there.json"]
 
 
-def test_the_cache_folder_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
-    at_home = Path("/home/me/.cache/deep_opt_states/abc.json")
-    assert cached_path("abc", {"XDG_CACHE_HOME": "/cache"}) == Path("/cache/deep_opt_states/abc.json")
-    assert cached_path("abc", {}) == cached_path("abc", {"XDG_CACHE_HOME": "not/absolute"}) == at_home
-
-
-def test_a_file_is_replaced_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "profile.json"
-    replace_file(file, "old")
-
-    def interrupted(source: Path, destination: Path) -> None:
-        assert Path(source).read_text() == "new"
-        assert file.read_text() == "old"
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            replace_file(file, "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-    assert file.read_text() == "old"
-    replace_file(file, "new")
-    assert file.read_text() == "new"
-
-
-def test_an_error_of_the_measurement_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*arguments: Any, **kernels: Any) -> HardwareProfile:
-        raise ProfileError("no kernel")
-
-    monkeypatch.setattr(cache, "measure", cannot)
-    with pytest.raises(ProfileError, match="no kernel"):
-        profile_and_log(Ranks())
-    assert not folder.exists()
-
-
 # Real ranks, as training calls it
 
 
+def profiles_of_a_rank() -> tuple[list[str], list[str], int]:
+    """Return a profile, that of the cache and one that fails on rank 1, the log, and the number of threads."""
+
+    def broken_on_rank_1(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("broken on purpose")
+        return training_cpu_adam(num_sub_groups, num_threads, cores)
+
+    log: list[str] = []
+
+    def outcome(cpu_adam: Any, effort: ProbeEffort) -> str:
+        with kernels(training_cpu_adam=cpu_adam):
+            return quick_profile(None, Ranks(), log.append, log.append, threads=1, effort=effort).to_json()
+
+    with launched_ranks(os.environ) as ranks:
+        assert ranks.size == 2
+        outcomes = [outcome(training_cpu_adam, SMALL) for _ in range(2)]
+        # Another effort has another place in the cache.
+        with pytest.raises(ProfileError) as failure:
+            outcome(broken_on_rank_1, replace(SMALL, budget_s=0.02))
+    assert not torch.distributed.is_initialized()
+    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    assert not {name for name in threads if "gloo" in name}, "threads of the group are still alive"
+    return [*outcomes, str(failure.value)], log, torch.get_num_threads()
+
+
 def test_two_ranks_measure_together_once_and_fail_together(tmp_path: Path) -> None:
-    ranks = run_ranks(2, ["-m", "tests.profiler.ranks_program"], timeout_s=120, XDG_CACHE_HOME=str(tmp_path))
-    for rank in ranks:
-        assert rank.returncode == 0, rank.output[-5000:]
-    (first,), (second,) = (rank.answers() for rank in ranks)
-    measured, cached, failed = first["outcomes"]
-    assert second["outcomes"] == first["outcomes"], "the same profile, and the same reason, on all ranks"
+    first, second = on_ranks(2, profiles_of_a_rank, group=nullcontext, XDG_CACHE_HOME=str(tmp_path))
+    assert second[0] == first[0], "the same profile, and the same reason, on all ranks"
+    measured, cached, failed = first[0]
     assert cached == measured
     profile = HardwareProfile.from_json(measured)
     assert (profile.provenance.ranks, profile.provenance.cores) == (2, 2)
-    assert failed.startswith(
-        "ProfileError: cpu_adam_params_per_s: is needed for every prediction, found no measurement"
-    )
+    assert failed.startswith("cpu_adam_params_per_s: is needed for every prediction, found no measurement")
     assert "(rank 1: RuntimeError: broken on purpose)" in failed
-    assert [line.split(maxsplit=1)[0] for line in first["log"]] == ["A", "Hardware"]
-    assert second["log"] == []
-    assert (first["threads"], second["threads"]) == (1, 1)
+    assert [line.split(maxsplit=1)[0] for line in first[1]] == ["A", "Hardware"]
+    assert second[1] == []
+    assert (first[2], second[2]) == (1, 1)
     assert len(list((tmp_path / "deep_opt_states").iterdir())) == 1
+
+
+# Facts about the host
+
+
+def test_each_last_level_cache_is_counted_once(tmp_path: Path) -> None:
+    for cpu in range(4):
+        caches = [("1", "32K", str(cpu)), ("3", "2048K", "0-1" if cpu < 2 else "2-3")]
+        for index, texts in enumerate(caches):
+            folder = tmp_path / f"cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, text in zip(("level", "size", "shared_cpu_list"), texts, strict=True):
+                (folder / name).write_text(f"{text}\n")
+    (tmp_path / "cpu3/cache/index1/size").write_text("no size\n")
+    assert machine.last_level_cache_bytes(tmp_path) == 2 * 2048 * 1024
+    (tmp_path / "cpu2/cache/index1/size").unlink()
+    assert machine.last_level_cache_bytes(tmp_path) == 2048 * 1024
+    assert machine.last_level_cache_bytes(tmp_path / "nothing") is None
+
+
+def test_the_names_of_the_cpu_and_of_the_driver_are_read_from_files_or_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpuinfo, version, nothing, smi = (tmp_path / name for name in ("cpuinfo", "version", "nothing", "nvidia-smi"))
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: AMD EPYC 9654 96-Core Processor\nmodel\t: 17\n")
+    assert machine.cpu_name(cpuinfo) == "AMD EPYC 9654 96-Core Processor"
+    assert machine.cpu_name(nothing) == platform.machine()
+    version.write_text("550.54.15\n")
+    assert machine.driver_version(version) == "550.54.15"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.driver_version(nothing) == ""
+    smi.write_text("#!/bin/sh\necho 535.129.03\necho 535.129.03\n")
+    smi.chmod(0o755)
+    assert machine.driver_version(nothing) == "535.129.03"
+
+
+VERSIONS = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", 2**63 - 4096),
+    2: ("memory.max", "memory.current", "inactive_file", "max"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_memory_limit_is_compared_with_the_usage_of_its_own_group(tmp_path: Path, version: int) -> None:
+    """Check also that file cache, which can be reclaimed, counts as free."""
+    limit_file, usage_file, cache_name, unlimited = VERSIONS[version]
+    top, job, step = tmp_path, tmp_path / "job", tmp_path / "job/step"
+
+    def left_bytes(step_limit: object, step_usage: int, job_cache: int = 0) -> int | None:
+        for folder, limit, usage in ((top, unlimited, 900), (job, 100, 95), (step, step_limit, step_usage)):
+            folder.mkdir(exist_ok=True)
+            (folder / limit_file).write_text(f"{limit}\n")
+            (folder / usage_file).write_text(f"{usage}\n")
+            (folder / "memory.stat").write_text(f"anon 5\n{cache_name} {job_cache if folder == job else 0}\n")
+        return machine.memory_left_bytes([step, job, top])
+
+    assert left_bytes(unlimited, 1) == 5, "the job's other tasks use the rest"
+    assert left_bytes(unlimited, 1, job_cache=30) == 35
+    assert left_bytes(40, 38) == 2, "the limit of the step is lower than that of the job"
+    assert machine.memory_left_bytes([top, tmp_path / "nothing"]) is None
+    (job / "memory.stat").unlink()
+    assert machine.memory_left_bytes([job]) == 100, "the usage is unknown"

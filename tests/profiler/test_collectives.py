@@ -1,79 +1,53 @@
-"""Test the probes of collectives: exact rates on a virtual clock, nodes, and real ranks over Gloo."""
+"""Test the probes of collectives and of training steps on real ranks: nodes, agreement and waivers."""
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.profiler import ranks as ranks_module
+from deep_opt_states.profiler import training_step
+from deep_opt_states.profiler.probes import ProbeError
+from deep_opt_states.profiler.profile import sample
 from deep_opt_states.profiler.ranks import (
-    COLLECTIVES,
     CollectiveGroups,
+    ProcessGroup,
     Ranks,
     collective,
     collective_groups,
+    launched_ranks,
     ranks_by_node,
 )
-from perf_model.prediction.hardware import QUANTITIES
-from tests.launch import run_ranks
-from tests.profiler.test_profile import SMALL
-from tests.profiler.threads import on_ranks
-from tests.profiler.virtual import VirtualDevice
+from deep_opt_states.profiler.training_step import measure_training
+from perf_model.prediction.hardware import QUANTITIES, TRAINING_QUANTITIES
+from tests.profiler.threads import on_ranks as on_threads
+from tests.profiler.virtual import SMALL
+from tests.ranks import on_ranks
+from tests.software_gpu import device as software_gpu
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.process_group import BACKEND, register_backend
+from tests.software_gpu.settings import Settings
 
-WHOLE_BYTES = 8 * 1000
-
-LATE_S, COLLECTIVE_S = 0.5, 1e-3
-"""The seconds of the first collective of a repetition, which waits for the last rank, and of each later one."""
-
-
-class GroupOfThreads:
-    """A group of ranks that are threads. Its collectives take time on the stream of this rank's virtual device."""
-
-    def __init__(self, ranks: Ranks, device: VirtualDevice) -> None:
-        self._ranks = ranks
-        self._device = device
-        self._issued = 0
-        self.rank, self.size = ranks.rank, ranks.size
-
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        whole.copy_(torch.cat(self._ranks.gather(part)))
-        self._run()
-
-    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        part.copy_(sum(other.view(self.size, -1)[self.rank] for other in self._ranks.gather(whole)))
-        self._run()
-
-    def _run(self) -> None:
-        self._device.issuing.run(COLLECTIVE_S if self._issued % (1 + COLLECTIVES) else LATE_S)
-        self._issued += 1
-        self._ranks.gather(None)
-
-
-@pytest.mark.parametrize("reduces", [False, True])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_rate_of_a_collective_leaves_out_the_own_part_and_the_wait_for_the_last_rank(
-    reduces: bool, size: int
-) -> None:
-    def program(ranks: Ranks) -> float:
-        """Return the rate of the second repetition."""
-        device = VirtualDevice()
-        repeat = collective(device, GroupOfThreads(ranks, device), WHOLE_BYTES, "rate", reduces=reduces)
-        repeat()
-        return repeat()["rate"]
-
-    passed_bytes = WHOLE_BYTES * (size - 1) / size
-    assert on_ranks(size, program) == [pytest.approx(passed_bytes / COLLECTIVE_S)] * size
-
-
-# The groups
+WHOLE_BYTES = 2**18
 
 
 @pytest.mark.parametrize(
     ("hosts", "local_world_size", "nodes"),
     [
         ("aaaa", None, [[0, 1, 2, 3]]),
-        ("aabb", "2", [[0, 1], [2, 3]]),
         ("abab", None, [[0, 2], [1, 3]]),
         ("aaaa", "2", [[0, 1], [2, 3]]),
     ],
@@ -81,11 +55,9 @@ def test_the_rate_of_a_collective_leaves_out_the_own_part_and_the_wait_for_the_l
 def test_ranks_of_one_host_name_are_on_one_node_unless_torchrun_started_fewer_there(
     hosts: str, local_world_size: str | None, nodes: list[list[int]]
 ) -> None:
-    gathered = iter([[(host, local_world_size) for host in hosts]])
-
     class OnHosts(Ranks):
-        def gather(self, value: object) -> list[object]:
-            return next(gathered)
+        def gather(self, value: object) -> list[Any]:
+            return [(host, local_world_size) for host in hosts]
 
     assert ranks_by_node(OnHosts(), {}) == nodes
 
@@ -97,7 +69,47 @@ def test_no_group_is_created_for_one_rank_or_for_nodes_that_differ(monkeypatch: 
     expected = CollectiveGroups(
         in_node="one rank on a node", across_nodes="the nodes have different numbers of ranks, 1 to 2"
     )
-    assert on_ranks(3, lambda ranks: collective_groups(ranks, "gloo", {})) == [expected] * 3
+    assert on_threads(3, lambda ranks: collective_groups(ranks, "gloo", {})) == [expected] * 3
+
+
+def measured(ranks: Ranks, group: ProcessGroup | str, *, reduces: bool = False) -> Any:
+    """Return the samples in bytes per second, or why there is no group."""
+    if isinstance(group, str):
+        return group
+    prepare = partial(collective, HostDevice(), group, WHOLE_BYTES, "rate", reduces=reduces)
+    return [rates["rate"] for rates in sample(prepare, SMALL, ranks)]
+
+
+def results(group: ProcessGroup | str) -> Any:
+    """Return what this rank gathers and reduces of the numbers of all ranks, or why there is no group."""
+    if isinstance(group, str):
+        return group
+    part, whole = torch.full((2,), float(group.rank)), torch.empty(2 * group.size)
+    group.all_gather(whole, part)
+    group.reduce_scatter(part, whole)
+    return [group.rank, group.size, whole.tolist(), part.tolist()]
+
+
+def measure_collectives(ranks_per_node: int) -> dict[str, Any]:
+    with launched_ranks(os.environ) as ranks:
+        groups = collective_groups(ranks, "gloo", {"LOCAL_WORLD_SIZE": str(ranks_per_node)})
+        found = {
+            "in a node": measured(ranks, groups.in_node),
+            "reduced in a node": measured(ranks, groups.in_node, reduces=True),
+            "across nodes": measured(ranks, groups.across_nodes),
+            "without a backend": collective_groups(ranks, "no_such_backend", {}).in_node,
+        }
+        own = {"results in a node": results(groups.in_node), "results across nodes": results(groups.across_nodes)}
+        with mock.patch.object(ranks_module, "TIMEOUT", timedelta(seconds=1)):
+            group = collective_groups(ranks, "gloo", {}).in_node
+        assert not isinstance(group, str), group
+        if ranks.rank == 1:
+            failing = mock.Mock(side_effect=MemoryError("on purpose"))
+            group = mock.Mock(rank=group.rank, size=group.size, all_gather=failing)
+        with pytest.raises(ProbeError, match="rank 1: MemoryError: on purpose"):
+            measured(ranks, group)
+        assert ranks.gather(found) == [found] * ranks.size, "the same samples and reasons on all ranks"
+        return {**found, **own}
 
 
 @pytest.mark.parametrize(
@@ -108,30 +120,73 @@ def test_no_group_is_created_for_one_rank_or_for_nodes_that_differ(monkeypatch: 
 def test_collectives_over_gloo_are_right_and_agreed(
     world_size: int, ranks_per_node: int, in_node: str | None, across_nodes: str | None
 ) -> None:
-    finished = run_ranks(world_size, ["-m", "tests.profiler.collective_ranks", str(ranks_per_node)], timeout_s=100)
-    for rank in finished:
-        assert rank.returncode == 0, rank.output[-5000:]
-    answers = [answer for rank in finished for answer in rank.answers()]
-    assert len(answers) == world_size
-    for rank, answer in enumerate(answers):
-        places = [rank % ranks_per_node, ranks_per_node], [rank // ranks_per_node, world_size // ranks_per_node]
-        assert answer.pop("places") == [
-            None if why else place for why, place in zip((in_node, across_nodes), places, strict=True)
-        ]
-        if in_node is None:
-            ranks, own = [float(other) for other in range(ranks_per_node)], float(rank % ranks_per_node)
-            gathered = [other for other in ranks for _ in range(2)]
-            assert answer.pop("results") == [gathered, [own * ranks_per_node] * 2]
-        else:
-            assert answer.pop("results") == in_node
-    assert answers == answers[:1] * world_size, "the same samples and reasons on all ranks"
-    (seen,) = answers[:1]
-    assert "rank 1: MemoryError: on purpose" in seen.pop("after a failure")
-    assert "no_such_backend" in seen.pop("without a backend").lower()
-    for name, samples in seen.items():
-        why = across_nodes if name == "all-gather across nodes" else in_node
-        if why is not None:
-            assert samples == why
-        else:
-            assert len(samples) >= SMALL.min_samples
-            assert all(0 < rate < QUANTITIES["all_gather_bytes_per_s"].high for rate in samples)
+    for rank, found in enumerate(on_ranks(world_size, measure_collectives, ranks_per_node, group=nullcontext)):
+        assert "no_such_backend" in found["without a backend"].lower()
+        first, nodes = rank - rank % ranks_per_node, world_size // ranks_per_node
+        for why, names, place, size in (
+            (in_node, ["in a node", "reduced in a node"], rank - first, ranks_per_node),
+            (across_nodes, ["across nodes"], rank // ranks_per_node, nodes),
+        ):
+            gathered = [float(other) for other in range(size) for _ in range(2)]
+            expected = [place, size, gathered, [float(place * size)] * 2]
+            assert found[f"results {names[0]}"] == (expected if why is None else why)
+            for name in names:
+                assert found[name] == why if why is not None else len(found[name]) >= SMALL.min_samples
+                assert why or all(0 < rate < QUANTITIES["all_gather_bytes_per_s"].high for rate in found[name])
+
+
+# Training a few layers
+
+TINY = training_step.Layers(width=64, tokens=16, layers=2)
+
+
+def measure_steps(on_gpu: bool) -> dict[str, float]:
+    training_step.STEPS = 2
+    for sizes in (training_step.SMALL, training_step.LARGE, training_step.MANY_TOKENS):
+        sizes.update(dict.fromkeys(sizes, TINY))
+    training_step.LARGE.update(dict.fromkeys(training_step.LARGE, replace(TINY, width=256)))
+    if on_gpu:
+        software_gpu.register()
+        register_backend()
+    with plugged(Settings()) if on_gpu else nullcontext():
+        deepspeed.init_distributed(**({"dist_backend": BACKEND} if on_gpu else {}))
+        return training_step.measure_here()
+
+
+@pytest.mark.parametrize(("on_gpu", "num_ranks"), [(False, 2), (True, 1)], ids=["CPU", "software GPU"])
+def test_engines_train_on_each_accelerator_and_measure_every_quantity(on_gpu: bool, num_ranks: int) -> None:
+    for found in on_ranks(num_ranks, measure_steps, on_gpu, group=nullcontext):
+        assert found.keys() == TRAINING_QUANTITIES.keys()
+        assert found.pop("module_gradients_s") >= 0
+        assert found.pop("module_step_s") >= 0
+        assert min(found.values()) > 0
+
+
+def values_with(module_s: float) -> str:
+    values = {name: 1e9 if name.endswith("_per_s") else module_s for name in TRAINING_QUANTITIES}
+    return f"import sys, json; json.dump({values!r}, open(sys.argv[1], 'w'))"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise OSError('no compiler')", "training a few layers with DeepSpeed failed (OSError: no compiler)"),
+        ("import time; time.sleep(60)", "training a few layers took more than 1 s"),
+        (values_with(6e-4), None),
+        (values_with(6e-1), "implausible: module_"),
+    ],
+    ids=["failure", "timeout", "plausible", "implausible"],
+)
+def test_the_quantities_of_a_process_are_waived_with_the_reason_if_it_fails(
+    code: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+
+    def replaced(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return run([sys.executable, "-c", code, command[-1]], **options)
+
+    monkeypatch.setattr(training_step, "TIMEOUT_S", 1.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(training_step.subprocess, "run", replaced)
+    waived = [found.waived for found in measure_training(Ranks()).values()]
+    assert len(waived) == len(TRAINING_QUANTITIES)
+    assert all(found is None if reason is None else found is not None and found.startswith(reason) for found in waived)

@@ -11,44 +11,32 @@ from deep_opt_states.profiler.ranks import Ranks
 
 Value = TypeVar("Value")
 
-TIMEOUT_S = 60
-
-
-class Meeting:
-    """The values and the barrier that all ranks share."""
-
-    def __init__(self, size: int) -> None:
-        self.values: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
-
 
 class ThreadRank(Ranks):
-    """One rank, for use on its own thread."""
+    """One rank, for use on its own thread. All ranks share ``values`` and ``barrier``."""
 
-    rank = 0
-    size = 1
+    rank = size = 0
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        self.rank = rank
-        self.size = size
-        self._meeting = meeting
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(values)
+        self._values, self._barrier = values, barrier
 
     def gather(self, value: Value) -> list[Value]:
         """Return every rank's value. Raise ``BrokenBarrierError`` if another rank does not call this in time."""
-        self._meeting.values[self.rank] = value
-        self._meeting.barrier.wait()
-        values = list(self._meeting.values)
-        self._meeting.barrier.wait()
+        self._values[self.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
         return values
 
 
 def on_ranks(size: int, program: Callable[[Ranks], Value]) -> list[Value | Exception]:
     """Return the value that ``program`` returns, or the error that it raises, on each rank."""
-    meeting = Meeting(size)
+    values, barrier = [None] * size, threading.Barrier(size, timeout=60)
 
     def outcome(rank: int) -> Value | Exception:
         try:
-            return program(ThreadRank(rank, size, meeting))
+            return program(ThreadRank(rank, values, barrier))
         except Exception as error:  # noqa: BLE001 (the test checks the error)
             return error
 

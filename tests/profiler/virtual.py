@@ -14,7 +14,19 @@ import torch
 from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.profiler import profile
+from deep_opt_states.profiler.profile import ProbeEffort
 from tests.runtime.plain_adam import PlainAdam
+
+SMALL = ProbeEffort(
+    warm_ups=1,
+    min_samples=5,
+    max_samples=9,
+    budget_s=0.01,
+    update_numel=80_000,
+    launch_numel=10_000,
+    copy_bytes=2**20,
+    matrix_size=64,
+)
 
 
 class VirtualEvent:
@@ -149,22 +161,6 @@ class VirtualDevice:
     def _register(self, address: int, size_bytes: int) -> Callable[[], object]:
         self.registered.append((address, size_bytes))
         return lambda: self.registered.remove((address, size_bytes))
-
-
-class GroupOfTwo:
-    """Rank 0 of two ranks, whose collectives take ``collective_s`` and pass nothing on."""
-
-    rank, size = 0, 2
-
-    def __init__(self, device: VirtualDevice, collective_s: float) -> None:
-        self._device = device
-        self._collective_s = collective_s
-
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        self._device.issuing.run(self._collective_s)
-
-    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        self._device.issuing.run(self._collective_s)
 
 
 @contextmanager

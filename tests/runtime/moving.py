@@ -1,10 +1,14 @@
-"""Train with a plan that changes between updates, and the same training with serial updates of whole sub-groups."""
+"""Train through the memory and the executor of a rank, with anything that may happen between and during updates.
+
+The reference is the same training with serial updates of whole sub-groups.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,23 @@ from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
-from tests.fake_device.device import FakeDevice, LateAdam
-from tests.fake_device.fake_worker import FakeWorker
+from tests.fake_device.device import FakeDevice, FakeWorker, LateAdam
+from tests.fake_device.queues import Late, Seeded
 from tests.kernels.adam_steps import fused
 from tests.runtime.plain_adam import PlainAdam, adam_step
 from tests.runtime.random_states import NAMES, gradients, make_states, tensors_of, with_persistent
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WRITTEN = 0.5
-"""The factor by which the caller multiplies master weights in host memory."""
+"""The factor by which the caller multiplies master weights, and the value that it writes to persistent parameters."""
+LANES = range(7)
+"""The lanes of a training: gathers, H2D, compute, D2H, publications, the CPU lane and the caller's stream."""
+ORDERS = [
+    (first, *(lane for lane in LANES if lane not in (first, last)), last) for first, last in permutations(LANES[1:], 2)
+]
+"""Orders of priority of the lanes: each one but the gathers is once first for each other lane that is last."""
+
+timings = st.one_of(st.builds(Late, st.permutations(LANES)), st.builds(Seeded, st.integers(0, 2**32)))
 
 
 @dataclass(kw_only=True)
@@ -66,8 +78,14 @@ class MovingIteration:
     prefetches: bool = False
     is_skipped: bool = False
     """Whether no update follows, as after an overflow."""
+    speculation: int = 0
+    """The seed of the steps that are speculated: of the right step or of another one, and perhaps given back."""
     forward: list[int] = field(default_factory=list)
-    """The units that a forward reads while the update runs, modulo their number."""
+    """The units that a forward gathers on a separate stream while the update runs, modulo their number."""
+    advances: bool = True
+    """Whether forward issues the other actions before each gather."""
+    writes_params: bool = False
+    """Whether the caller writes to persistent parameters right after the start of the update."""
     overlaps_flushes: bool = False
     """Whether the update ends on the caller's stream only, with flushes in flight."""
 
@@ -77,17 +95,12 @@ class MovingTraining:
 
     def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any], disk_folders: Sequence[Path] = ()) -> None:
         self.model, self.plan, self.device = model, plan, device
+        self._gathers = device.stream()
         initial = make_states(model.numels, model.dtype)
         reserve = device.empty_host if model.params_on_host else device.empty
         self.params = [reserve(state.length, model.dtype).copy_(state.parts[0].param) for state in initial]
-        self.memory = StateMemory(
-            plan.workload,
-            self.params,
-            model.grad_dtype,
-            device,
-            params_on_host=model.params_on_host,
-            disk_folders=disk_folders,
-        )
+        more = {"params_on_host": model.params_on_host, "disk_folders": disk_folders}
+        self.memory = StateMemory(plan.workload, self.params, model.grad_dtype, device, **more)
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:
                 getattr(tensors, name).copy_(getattr(state.parts[0], name))
@@ -97,14 +110,7 @@ class MovingTraining:
         worker: CpuLane | None = None
         if isinstance(device, FakeDevice):
             device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
-        self.executor = Executor(
-            plan.schedule,
-            self.memory.units,
-            device,
-            host_adam,
-            device_adam,
-            worker,
-        )
+        self.executor = Executor(plan.schedule, self.memory.units, device, host_adam, device_adam, worker)
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
         """Return all parameters and gradients that were read, in order, and all states at the end."""
@@ -146,32 +152,60 @@ class MovingTraining:
         if iteration.is_skipped:
             self._wait_for_caller()  # the host waits for the norm before it skips an update
             return
+        self.speculate(1 + number, random.Random(iteration.speculation))
         self.executor.begin([adam_step(1 + number)] * len(self.params))
-        for position in iteration.forward:
-            index = position % len(self.memory.units)
-            self.executor.advance()
-            self.executor.publish(index)
-            yield from (self._copy_of(part.param) for part in self.memory.units[index].parts)
+        yield from self._forward(iteration)
         if iteration.overlaps_flushes:
             self.executor.end(Waiter.STREAM)
         else:
             self.executor.end()
         assert self.executor.failure is None, self.executor.failure
 
+    def speculate(self, step: int, chance: random.Random) -> None:
+        """Start the steps of some eager units. Those of other hyperparameters, or that are given back, are in vain."""
+        ready = self.device.event()
+        self.device.current_stream().record(ready)
+        for grad_scale in (
+            chance.choice([(), (0.5,), (0.5,), (0.25,), (0.25, 0.5), (0.5, 0.25)]) if self.plan.eager else ()
+        ):
+            units = [unit for unit in sorted(self.plan.eager) if chance.random() < 0.7]
+            self.executor.speculate(units, [adam_step(step, grad_scale)] * len(self.params), ready)
+            if chance.random() < 0.2:
+                self.executor.sync_states_to_host()
+            if chance.random() < 0.2:
+                self.executor.forget_speculations(units[:1])
+
+    def _forward(self, iteration: MovingIteration) -> Iterator[torch.Tensor]:
+        caller, written, done = self.device.current_stream(), self.device.event(), self.device.event()
+        if iteration.writes_params and self.plan.workload.persistent_unit is not None:
+            self.executor.publish(self.plan.workload.persistent_unit)
+            for part in self.memory.units[self.plan.workload.persistent_unit].parts:
+                yield self._copy_of(part.param)
+                value = self.device.empty(part.param.numel(), part.param.dtype).fill_(WRITTEN)
+                self.device.copy(part.param, value)
+            # The script orders gathers behind its own writes. It does not order them behind our publications.
+            caller.record(written)
+            self._gathers.wait(written)
+        for position in iteration.forward:
+            unit = position % len(self.memory.units)
+            if iteration.advances:
+                self.executor.advance()
+            with self._gathers.issue():
+                self.executor.publish(unit)
+                gathered = [self._copy_of(part.param) for part in self.memory.units[unit].parts]
+            self._gathers.record(done)
+            caller.wait(done)
+            yield from gathered
+
     def backward(self, number: int) -> None:
         """Write the gradients of iteration ``number`` on the caller's stream."""
-        whole = [
-            self.device.empty(gradient.numel(), gradient.dtype).copy_(gradient)
-            for gradient in self.model.gradients(number)
-        ]
+        gradients_of_step = self.model.gradients(number)
+        whole = [self.device.empty(each.numel(), each.dtype).copy_(each) for each in gradients_of_step]
         for part in self.memory.parts:
             self.device.copy(part.grad, part.elements.view(whole[part.sub_group]))
 
     def read_gradients(self) -> torch.Tensor:
-        """Return a copy of the gradients of all sub-groups, one after the other.
-
-        The host reads those in host memory at once.
-        """
+        """Return a copy of the gradients of all sub-groups. The host reads those in host memory at once."""
         found = [torch.empty(numel, dtype=self.model.grad_dtype) for numel in self.model.numels]
         copied = []
         for unit in self.memory.units:
@@ -184,7 +218,7 @@ class MovingTraining:
 
     def change(self, plan: UpdatePlan) -> None:
         """Use ``plan`` from the next update on. Units move unless only the order or the number of slots is another."""
-        if (plan.workload, plan.placements) == (self.plan.workload, self.plan.placements):
+        if all(getattr(plan, name) == getattr(self.plan, name) for name in ("workload", "placements", "eager")):
             self.executor.load_plan(plan.schedule, self.memory.units)
             self.plan = plan
         else:
@@ -230,22 +264,27 @@ def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[
         for index, (state, gradient) in enumerate(zip(states, model.gradients(number), strict=True)):
             part = replace(state.parts[0], grad=gradient, rounded=state.parts[0].param)
             kernel.update(index, part.cpu_update().tensors)
-        units = iteration.plan.workload.units
+        units, persistent = iteration.plan.workload.units, iteration.plan.workload.persistent_unit
+
+        def params_of(unit: Unit) -> list[torch.Tensor]:
+            return [states[run.sub_group].parts[0].param[run.begin : run.end] for run in unit.ranges]
+
+        if iteration.writes_params and persistent is not None:
+            for param in params_of(units[persistent]):
+                read.append(param.clone())
+                param.fill_(WRITTEN)
         for position in iteration.forward:
-            unit = units[position % len(units)]
-            read += [states[run.sub_group].parts[0].param[run.begin : run.end].clone() for run in unit.ranges]
+            read.extend(param.clone() for param in params_of(units[position % len(units)]))
     kernel.close()
     found = tensors_of(states, [name for name in NAMES if name != "param"])
     return [*read, *found, *tensors_of(states, ["param"])]
 
 
-def random_plan(
-    chance: random.Random, model: Model, *, placements: Sequence[Placement] = tuple(Placement)
-) -> UpdatePlan:
-    """Return a plan with random cuts, placements, slots and order.
+def random_plan(chance: random.Random, model: Model) -> UpdatePlan:
+    """Return a plan with random cuts, placements, slots, order and eager units.
 
-    Half of the plans have cuts at multiples of ``BORDER_MULTIPLE``. The others have cuts anywhere, so that the last
-    elements of a sub-group, which a kernel does not update as vectors, are in several units.
+    Half of the plans have cuts anywhere, so that the last elements of a sub-group, which a kernel does not update as
+    vectors, are in several units.
     """
     multiple = chance.choice((1, BORDER_MULTIPLE))
     units: list[Unit] = []
@@ -256,11 +295,12 @@ def random_plan(
             units.append(Unit(len(units), (Range(sub_group, begin, end - begin),)))
     plan = UpdatePlan(
         workload=Workload(tuple(units)),
-        placements=tuple(chance.choice(placements) for _ in units),
+        placements=tuple(chance.choice(list(Placement)) for _ in units),
         num_slots=chance.randint(1, 3),
         order=tuple(chance.sample(range(len(units)), len(units))),
     )
-    return with_persistent(plan, model.persistent)
+    plan = with_persistent(plan, model.persistent)
+    return replace(plan, eager=frozenset(unit for unit in sorted(plan.eligible_as_eager) if chance.random() < 0.5))
 
 
 @st.composite
@@ -282,10 +322,7 @@ def models(draw: st.DrawFn) -> Model:
 
 
 def random_iterations(chance: random.Random, model: Model, count: int, *, moves: bool) -> list[MovingIteration]:
-    """Return iterations whose plan changes at random if ``moves``; otherwise all have the same plan.
-
-    The plan sometimes returns to an earlier one, or only its order and its number of slots change.
-    """
+    """Return iterations whose plan changes at random if ``moves``, sometimes only its order and number of slots."""
     plans = [random_plan(chance, model) for _ in range(3 if moves else 1)]
     if moves:
         order = tuple(chance.sample(range(len(plans[0].placements)), len(plans[0].placements)))
@@ -301,7 +338,10 @@ def iterations_of(chance: random.Random, plans: Sequence[UpdatePlan], count: int
             writes_states=chance.random() < 0.2,
             prefetches=chance.random() < 0.5,
             is_skipped=chance.random() < 0.2,
+            speculation=chance.randrange(2**32),
             forward=[chance.randrange(12) for _ in range(chance.randint(0, 5))],
+            advances=chance.random() < 0.5,
+            writes_params=chance.random() < 0.5,
             overlaps_flushes=chance.random() < 0.5,
         )
         for _ in range(count)

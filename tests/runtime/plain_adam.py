@@ -49,13 +49,5 @@ class PlainAdam(AdamKernel):
 
 
 def adam_step(step: int, grad_scale: float = 0.5) -> AdamStep:
-    return AdamStep(
-        step=step,
-        lr=1e-2,
-        beta1=0.9,
-        beta2=0.99,
-        eps=1e-8,
-        weight_decay=0.1,
-        bias_correction=True,
-        grad_scale=grad_scale,
-    )
+    fixed = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+    return AdamStep(step=step, grad_scale=grad_scale, **fixed)

@@ -1,4 +1,4 @@
-"""Make the states of units with random contents, and update them serially."""
+"""Make the states of units with random contents, and update them through an executor or serially."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 import torch
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import (
-    FP32_STATES,
-    AdamKernel,
-    AdamStep,
-    AdamTensors,
-    ElementRange,
-    UpdatedStates,
-)
+from deep_opt_states.device.kernels import adam as kernels
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamStep, AdamTensors, ElementRange
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
 from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.placement import Placement
@@ -27,16 +23,14 @@ from perf_model.schedule.workload import Range, Unit, Workload
 NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
 
 
-def make_states(
-    numels: Sequence[int], dtype: torch.dtype, seed: int = 0, grad_dtypes: Sequence[torch.dtype] = ()
-) -> list[UnitState]:
+def make_states(numels: Sequence[int], dtype: torch.dtype, seed: int = 0) -> list[UnitState]:
     """Return random states, each unit a sub-group of its own. Until ``place`` is called, the CPU updates all of them.
 
-    ``grad_dtypes`` has one dtype per unit; if it is empty, all gradients are fp32.
+    All gradients are fp32.
     """
     generator = torch.Generator().manual_seed(seed)
     states = []
-    for index, (numel, grad_dtype) in enumerate(zip(numels, grad_dtypes or [torch.float32] * len(numels), strict=True)):
+    for index, numel in enumerate(numels):
         master = torch.randn(numel, generator=generator)
         part = UnitPart(
             sub_group=index,
@@ -45,7 +39,7 @@ def make_states(
             master=master,
             exp_avg=torch.randn(numel, generator=generator),
             exp_avg_sq=torch.rand(numel, generator=generator),
-            grad=torch.empty(numel, dtype=grad_dtype),
+            grad=torch.empty(numel),
             param=master.to(dtype).clone(),
             rounded=master if dtype == torch.float32 else torch.empty(numel, dtype=dtype),
         )
@@ -131,7 +125,9 @@ def shadow_of(state: UnitState, device: Device[Any]) -> Shadow:
         if part.rounded is part.param or part.rounded is part.master:
             part.rounded = device.empty_host(part.elements.numel, part.param.dtype)
     numels = [part.elements.numel for part in state.parts]
-    return Shadow([UpdatedStates(*(device.empty_host(numel, torch.float32) for _ in range(3))) for numel in numels])
+    return Shadow(
+        [kernels.UpdatedStates(*(device.empty_host(numel, torch.float32) for _ in range(3))) for numel in numels]
+    )
 
 
 def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
@@ -145,23 +141,26 @@ def fill_gradients(states: Sequence[UnitState], step: int) -> None:
         state.parts[0].grad.copy_(gradient)
 
 
-def update_serially(states: Sequence[UnitState], adam: AdamKernel, steps: Sequence[AdamStep]) -> None:
+def update_serially(states: Sequence[UnitState], adam: kernels.AdamKernel, steps: Sequence[AdamStep]) -> None:
     """Update one unit after another in host memory, each a sub-group of its own, as stock DeepSpeed does.
 
     This is the reference.
     """
     adam.begin_step(steps)
     for index, state in enumerate(states):
-        adam.update(
-            index,
-            AdamTensors(
-                master=state.parts[0].master,
-                exp_avg=state.parts[0].exp_avg,
-                exp_avg_sq=state.parts[0].exp_avg_sq,
-                grad=state.parts[0].grad,
-                param=state.parts[0].param,
-            ),
-        )
+        adam.update(index, AdamTensors(**{name: getattr(state.parts[0], name) for name in (*NAMES, "grad")}))
+
+
+def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
+    """Run an update, with one entry of ``steps`` per sub-group, and return when every action has finished.
+
+    Raise ``UpdateFailed``, with its cause, if this or an earlier update has failed.
+    """
+    if executor.failure is None:
+        executor.begin(steps)
+        executor.end()
+    if executor.failure is not None:
+        raise UpdateFailed.because_of(executor.failure)
 
 
 def assert_equal(found: Sequence[UnitState], expected: Sequence[UnitState]) -> None:

@@ -26,29 +26,22 @@ import torch
 import deep_opt_states.runtime
 import deep_opt_states.zero.step
 from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.zero.step.staging import Staging
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Range, Unit, Workload
-from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream
-from tests.fake_device.fake_worker import LateFuture
-from tests.fake_device.timing import Seeded, Timing, late_lanes
-from tests.runtime.deferred import Habits, deferred, serial
+from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream, LateFuture
+from tests.fake_device.queues import Seeded, Timing, late_lanes
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, train_serially
 from tests.runtime.random_states import same
-from tests.runtime.test_deferred import PERSISTENT, PLAN, THREE_IN_TWO_SLOTS
-from tests.runtime.test_staging import sent_down
 
 STEP = Path(deep_opt_states.zero.step.__file__).parent
 SOURCES = [*Path(deep_opt_states.runtime.__file__).parent.glob("*.py"), STEP / "exposure.py", STEP / "staging.py"]
 """The files of the runtime, and those of a step that use streams themselves."""
 
-CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-
+# The file and the line of a wait; and training on the fake device, which returns whether all numbers are right.
 Place: TypeAlias = tuple[str, int]
-"""The file and the line of a wait."""
-
 Scenario: TypeAlias = Callable[[], bool]
-"""Training on the fake device. It returns whether all numbers are right."""
 
 WAITS = {
     "wait": FakeStream,
@@ -136,27 +129,6 @@ class RuntimeWaits:
         return (place, number) == self._removed
 
 
-def updates_in_forward() -> Iterator[Scenario]:
-    """Yield training whose updates overlap with the next forward, with persistent parameters or none."""
-    none: list[list[tuple[int, int]]] = [[]] * 5
-    settings = [
-        (PERSISTENT, PLAN),
-        (none, THREE_IN_TWO_SLOTS),
-        (
-            PERSISTENT,
-            UpdatePlan(workload=PLAN.workload, placements=(STREAMED, RESIDENT, CPU, STREAMED, CPU), num_slots=2),
-        ),
-    ]
-    for persistent, plan in settings:
-        for number, timing in enumerate([*late_lanes(7), *map(Seeded, range(20))]):
-            habits = Habits(seed=number, persistent=persistent, writes=number % 2 == 0, eager=number % 3 == 0)
-            yield partial(_updates_in_forward, plan, timing, habits)
-
-
-def _updates_in_forward(plan: UpdatePlan, timing: Timing, habits: Habits) -> bool:
-    return same(deferred(plan, timing, habits), serial(plan, habits))
-
-
 class MovingInUsedMemory(MovingTraining):
     """Training whose plan changes, in accelerator memory that kernels of the caller have used before."""
 
@@ -168,29 +140,36 @@ class MovingInUsedMemory(MovingTraining):
         self.device.reuses_memory = False
 
 
-TWO_UNITS = Workload((Unit(0, (Range(0, 0, 20),)), Unit(1, (Range(0, 20, 40),))))
-
-
 def moves() -> Iterator[Scenario]:
     """Yield training in which units move between updates."""
     for seed in range(60):
         persistent = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
         model = Model(numels=(40, 25), persistent=persistent, params_on_host=seed % 3 == 0)
         iterations = random_iterations(random.Random(seed), model, 6, moves=True)
-        for timing in [*late_lanes(8), Seeded(seed)]:
-            yield partial(_moves, model, iterations, timing)
+        for timing in [*late_lanes(7), Seeded(seed)]:
+            yield partial(_train, model, iterations, timing)
+
+
+def _train(model: Model, iterations: list[MovingIteration], timing: Timing) -> bool:
+    device = FakeDevice(timing)
+    found = MovingInUsedMemory(model, iterations[0].plan, device).train(iterations)
+    # Run what is still in flight: it must not write to memory that was freed.
+    while device.lanes.run_one():
+        pass
+    return same(found, train_serially(model, iterations))
 
 
 def prefetches_into_used_memory() -> Iterator[Scenario]:
     """Yield training in which the host waits for nothing between the reservation of a slot and its first prefetch."""
-    for timing in late_lanes(8):
+    for timing in late_lanes(7):
         yield partial(_prefetches_into_used_memory, timing)
 
 
 def _prefetches_into_used_memory(timing: Timing) -> bool:
+    workload = Workload((Unit(0, (Range(0, 0, 20),)), Unit(1, (Range(0, 20, 40),))))
     cpu, streamed = (
-        UpdatePlan(workload=TWO_UNITS, placements=placements, num_slots=1)
-        for placements in ((CPU, CPU), (STREAMED, CPU))
+        UpdatePlan(workload=workload, placements=(placement, Placement.CPU), num_slots=1)
+        for placement in (Placement.CPU, Placement.STREAMED)
     )
     model = Model(numels=(60,), persistent=[[]])
     training = MovingInUsedMemory(model, cpu, FakeDevice(timing))
@@ -202,13 +181,38 @@ def _prefetches_into_used_memory(timing: Timing) -> bool:
     return same(found, train_serially(model, iterations)[-len(found) :])
 
 
-def _moves(model: Model, iterations: list[MovingIteration], timing: Timing) -> bool:
-    device = FakeDevice(timing)
-    found = MovingInUsedMemory(model, iterations[0].plan, device).train(iterations)
-    # Run what is still in flight: it must not write to memory that was freed.
-    while device.lanes.run_one():
-        pass
-    return same(found, train_serially(model, iterations))
+BUFFER_NUMEL, NUMEL = 7, 100
+
+RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (2, 30, 1)))
+"""Gradients that are sent together: their offset in host memory, and the lengths of adjacent gradients."""
+
+
+def sent_down(device: FakeDevice) -> tuple[torch.Tensor, torch.Tensor, Staging]:
+    """Return host memory after all gradients of ``RUNS`` were copied, its expected contents, and the staging.
+
+    Each gradient's own memory is overwritten as soon as it is sent, as DeepSpeed does with its bucket.
+    """
+    staging = Staging(device, BUFFER_NUMEL, torch.float32)
+    host = device.empty_host(NUMEL, torch.float32).fill_(-1)
+    values = torch.arange(NUMEL, dtype=torch.float32) / 3
+    expected = torch.full((NUMEL,), -1.0)
+    bucket = device.empty(NUMEL, torch.float32)
+    reduction = device.stream()
+    other = device.empty_host(NUMEL, torch.float32).fill_(-2)
+    for begin, numels in RUNS:
+        offset = begin
+        for numel in numels:
+            reduced = device.empty_host(numel, torch.float32).copy_(values[offset : offset + numel])
+            expected[offset : offset + numel] = values[offset : offset + numel]
+            with reduction.issue():
+                device.copy(bucket[:numel], reduced)
+                staging.send(host, offset, bucket[:numel])
+                device.copy(bucket, other)
+            offset += numel
+        with reduction.issue():
+            staging.flush()
+    staging.synchronize()
+    return host, expected, staging
 
 
 def gradients() -> Iterator[Scenario]:
@@ -220,6 +224,10 @@ def gradients() -> Iterator[Scenario]:
 def _gradients(timing: Timing) -> bool:
     device = FakeDevice(timing)
     host, expected, staging = sent_down(device)
+    assert staging.traffic.d2h_bytes == 4 * sum(sum(numels) for _, numels in RUNS)
+    # Adjacent gradients are copied together, and gradients longer than a buffer are copied in pieces.
+    pieces = sum(-(-sum(numels) // BUFFER_NUMEL) for _, numels in RUNS)
+    assert len(RUNS) < staging.traffic.d2h_copies <= pieces
     found = host.clone()
     values = device.empty_host(40, torch.float32).copy_(torch.arange(40))
     gradient, read_again = (device.empty(40, torch.float32) for _ in range(2))
@@ -238,7 +246,7 @@ def _gradients(timing: Timing) -> bool:
 
 def scenarios() -> Iterator[Scenario]:
     """Yield all scenarios, those first that show the most with the least time."""
-    return chain(gradients(), prefetches_into_used_memory(), updates_in_forward(), moves())
+    return chain(gradients(), prefetches_into_used_memory(), moves())
 
 
 FINDING = "memory that was freed before"
@@ -265,7 +273,7 @@ def reached() -> dict[Place, set[int]]:
     return waits.reached
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @pytest.mark.parametrize("name", waits_in_source())
 def test_the_runtime_without_one_of_its_waits_gives_a_wrong_number(name: str) -> None:
     place = waits_in_source()[name]

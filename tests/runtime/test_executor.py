@@ -1,39 +1,40 @@
-"""Check the executor on the host device: bits, threads, memory, failures and the timeline of an update."""
+"""Check the executor on the host device: threads, memory, refusals, failures and the timeline of an update."""
 
 from __future__ import annotations
 
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deep_opt_states.device.cpu import HostDevice, HostEvent
+from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.uninterrupted import Section
-from perf_model.schedule.action import ActionKind, Lane
+from deep_opt_states.runtime.worker import Worker
+from deep_opt_states.zero.step.staging import Staging
+from perf_model.prediction.memory import NUM_STAGING_BUFFERS
+from perf_model.schedule.action import Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.kernels.adam_steps import BETAS, fused
-from tests.model.schedule_text import parse_schedule
-from tests.model.strategies import plans
+from tests.model.strategies import parse_schedule
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
-from tests.runtime.whole_update import run_update
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, run_update, update_serially
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = (40, 1, 33, 128, 7)
@@ -53,90 +54,7 @@ def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = N
         executor.close()
 
 
-@pytest.mark.promise("P2")
-@given(plans(max_numel=50_000), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-def test_every_plan_gives_what_a_serial_update_gives(plan: UpdatePlan, dtype: torch.dtype) -> None:
-    numels = [unit.numel for unit in plan.workload.units]
-    states, reference = make_states(numels, dtype), make_states(numels, dtype)
-    with executor_of(plan, states) as executor:
-        for step in range(1, 4):
-            steps = [adam_step(step)] * len(numels)
-            for those in (states, reference):
-                fill_gradients(those, step)
-            run_update(executor, steps)
-            update_serially(reference, PlainAdam(), steps)
-            for state, expected in zip(states, reference, strict=True):
-                assert torch.equal(state.parts[0].param, expected.parts[0].param)
-        executor.sync_states_to_host()
-        assert_equal(states, reference)
-
-
-def test_each_thread_of_an_executor_enters_the_device_before_it_waits_for_events() -> None:
-    class Entered(HostDevice):
-        """A host device that records the first thing that each thread does."""
-
-        def __init__(self) -> None:
-            self.first: dict[int, str] = {}
-
-        def enter_thread(self) -> None:
-            self.first.setdefault(threading.get_ident(), "entered")
-
-        def event(self) -> HostEvent:
-            return EventOf(self)
-
-    class EventOf(HostEvent):
-        def __init__(self, device: Entered) -> None:
-            super().__init__()
-            self._device = device
-
-        def synchronize(self) -> None:
-            self._device.first.setdefault(threading.get_ident(), "waited")
-
-    device = Entered()
-    states = make_states(NUMELS, torch.bfloat16)
-    fill_gradients(states, 1)
-    with executor_of(MIXED, states, device) as executor:
-        run_update(executor, [adam_step(1)] * len(NUMELS))
-    others = {thread: call for thread, call in device.first.items() if thread != threading.get_ident()}
-    assert list(others.values()) == ["entered"] * 2, "the worker, and the thread of the sections"
-
-
-def test_each_step_is_announced_to_the_kernel_once() -> None:
-    adam = PlainAdam()
-    states = make_states(NUMELS, torch.bfloat16)
-    with executor_of(MIXED, states, adam=adam) as executor:
-        fill_gradients(states, 1)
-        run_update(executor, [adam_step(1)] * 5)
-    assert adam.begun == [(adam_step(1),) * 5]
-
-
-class MeetingAdam(StockAdam):
-    """A kernel in which both threads have scaled their gradients before either begins to update."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.both = threading.Barrier(2, timeout=60)
-
-    def scaled_gradient(self, *args: Any) -> torch.Tensor:
-        scaled = super().scaled_gradient(*args)
-        self.both.wait()
-        return scaled
-
-
-def test_stocks_op_updates_on_two_threads_at_once() -> None:
-    """Check the case of the fallback with a mixed placement on the CPU accelerator."""
-    plan = UpdatePlan(workload=Workload.from_numels([128, 128]), placements=(CPU, STREAMED), num_slots=1)
-    states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
-    together, alone = MeetingAdam(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
-    with executor_of(plan, states, adam=together) as executor:
-        for step in range(1, 4):
-            for those in (states, reference):
-                fill_gradients(those, step)
-            run_update(executor, [adam_step(step)] * 2)
-            update_serially(reference, alone, [adam_step(step)] * 2)
-            assert_equal(states, reference)
-    together.close()
-    alone.close()
+# Threads
 
 
 class WatchedPlainAdam(PlainAdam):
@@ -156,24 +74,67 @@ class WatchedPlainAdam(PlainAdam):
         super().update(sub_group, *args)
 
 
-def test_states_are_touched_by_the_thread_that_will_update_them() -> None:
-    adam = WatchedPlainAdam()
+def test_states_are_touched_by_the_thread_that_updates_them_and_each_thread_enters_the_device() -> None:
+    device, adam = HostDevice(), WatchedPlainAdam()
     states, untouched = make_states(NUMELS, torch.bfloat16), make_states(NUMELS, torch.bfloat16)
     for those in (states, untouched):
         fill_gradients(those, 1)
-        for state in those:
-            state.parts[0].rounded.fill_(1)
-    with executor_of(MIXED, states, adam=adam) as executor:
+    entered: list[int] = []
+    device.enter_thread = lambda: entered.append(threading.get_ident())  # type: ignore[method-assign]
+    with executor_of(MIXED, states, device, adam) as executor:
         executor.touch([states[index].parts[0].cpu_update().tensors for index in (0, 3)])
         for index, (state, original) in enumerate(zip(states, untouched, strict=True)):
-            for name in ("master", "exp_avg", "exp_avg_sq", "grad", "rounded"):
+            for name in ("master", "exp_avg", "exp_avg_sq", "grad", "param"):
                 before = getattr(original.parts[0], name)
-                expected = torch.zeros_like(before) if index in (0, 3) else before
+                expected = torch.zeros_like(before) if index in (0, 3) and name != "param" else before
                 assert torch.equal(getattr(state.parts[0], name), expected), (name, index)
-            assert torch.equal(state.parts[0].param, original.parts[0].param), "the parameters are the model's"
         run_update(executor, [adam_step(1)] * 5)
+    assert adam.begun == [(adam_step(1),) * 5], "each step is announced once"
     assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
-    assert threading.get_ident() not in adam.zeroed_by
+    assert adam.updated_by[0] in entered
+    assert len(set(entered) - {threading.get_ident()}) == 2, "the worker, and the thread of the sections"
+
+
+class MeetingAdam(StockAdam):
+    """A kernel in which both threads have scaled their gradients before either begins to update."""
+
+    both = threading.Barrier(2, timeout=60)
+
+    def scaled_gradient(self, *args: Any) -> torch.Tensor:
+        scaled = super().scaled_gradient(*args)
+        self.both.wait()
+        return scaled
+
+
+def test_stocks_op_updates_on_two_threads_at_once() -> None:
+    """Check the case of the fallback with a mixed placement on the CPU accelerator."""
+    plan = UpdatePlan(workload=Workload.from_numels([128, 128]), placements=(CPU, STREAMED), num_slots=1)
+    states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
+    together, alone = MeetingAdam(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
+    with executor_of(plan, states, adam=together) as executor:
+        for those in (states, reference):
+            fill_gradients(those, 1)
+        run_update(executor, [adam_step(1)] * 2)
+        update_serially(reference, alone, [adam_step(1)] * 2)
+        assert_equal(states, reference)
+    memory = weakref.ref(alone.scaled_gradient(torch.ones(8), 0.5, torch.float32)._base)
+    assert memory() is not None
+    alone.close()
+    assert memory() is None
+
+
+def test_a_worker_raises_in_its_constructor_and_runs_tasks_in_the_caller_after_it_is_closed() -> None:
+    """Check the order in which the garbage collector ends an engine: the thread first, and then its update."""
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        Worker(mock.Mock(side_effect=RuntimeError("CUDA error: invalid device ordinal")))
+    worker = Worker()
+    worker.close()
+    assert worker.submit(threading.current_thread).exception() is None
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result(timeout=10)
+
+
+# Memory
 
 
 class CountingDevice(HostDevice):
@@ -181,22 +142,12 @@ class CountingDevice(HostDevice):
 
     def __init__(self) -> None:
         self.reserved: list[str] = []
+        for name in ("stream", "event", "empty", "empty_host"):
+            setattr(self, name, partial(self._counted, name, getattr(self, name)))
 
-    def stream(self) -> Any:
-        self.reserved.append("stream")
-        return super().stream()
-
-    def event(self) -> Any:
-        self.reserved.append("event")
-        return super().event()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self.reserved.append(f"empty {numel}")
-        return super().empty(numel, dtype)
-
-    def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self.reserved.append("empty_host")
-        return super().empty_host(numel, dtype)
+    def _counted(self, name: str, reserve: Callable[..., Any], *arguments: Any) -> Any:
+        self.reserved.append(" ".join([name, *map(str, arguments[:1])]))
+        return reserve(*arguments)
 
 
 class Allocations(TorchDispatchMode):
@@ -235,8 +186,7 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
         return watched_method
 
     with executor_of(MIXED, states, device, fused()) as executor:
-        slots = [entry for entry in device.reserved if entry.startswith("empty")]
-        assert slots == ["empty 33"] * 3 * 2
+        assert [entry for entry in device.reserved if entry.startswith("empty")] == ["empty 33"] * 3 * 2, "slots"
         assert device.reserved.count("stream") == sum(not lane.is_thread for lane in Lane)
         device.reserved.clear()
         with (
@@ -247,53 +197,62 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
                 for state in states:
                     state.parts[0].grad.fill_(1)
                 run_update(executor, [adam_step(step)] * 5)
-    assert in_sections.found == on_worker.found == []
-    assert device.reserved == []
+    assert in_sections.found == on_worker.found == device.reserved == []
     assert in_sections.seen > 0
     assert len({threading.get_ident(), *threads.values()}) == 3
-
-
-def test_the_allocation_watch_sees_an_allocation() -> None:
-    watch = Allocations()
-    with watch:
-        torch.ones(3).add_(1)
+    with in_sections:
         torch.ones(3) + 1
-    assert len(watch.found) >= 3
+    assert len(in_sections.found) >= 2, "the watch sees an allocation"
 
 
-def test_an_unsafe_schedule_is_refused_before_anything_is_reserved() -> None:
-    actions = tuple(replace(action, waits=()) for action in MIXED.schedule.actions)
+def test_sending_and_adding_reserve_and_allocate_nothing() -> None:
     device = CountingDevice()
-    with pytest.raises(ScheduleError, match="may start before") as caught:
-        Executor(
-            replace(MIXED.schedule, actions=actions),
-            make_states(NUMELS, torch.bfloat16),
-            device,
-            PlainAdam(),
-            PlainAdam(),
-        )
-    assert any(line.startswith(">") for line in str(caught.value).splitlines())
-    assert device.reserved == []
+    staging = Staging(device, 7, torch.bfloat16)
+    assert device.reserved.count("empty 7") == NUM_STAGING_BUFFERS
+    host, gradient = torch.zeros(100, dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16)
+    device.reserved.clear()
+    with Allocations() as allocations:
+        staging.send(host, 0, gradient[:50])
+        staging.send(host, 50, gradient[50:])
+        staging.flush()
+        staging.wait_for_copies()
+        staging.add_to(gradient, host)
+    assert device.reserved == allocations.found == []
+    assert allocations.seen > 0
+    assert gradient.tolist() == [2] * 100
+    assert host.tolist() == [1] * 100
+
+
+# Refusals
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1\nCPU_STEP 2\nPUBLISH 2", "may start before"),
         # The wait for CPU_STEP 0 is implied, since the worker has ended it before CPU_STEP 1.
-        "CPU_STEP 0\nCPU_STEP 1\nPUBLISH 1 after CPU_STEP 1\nPUBLISH 0",
-        "CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1 after CPU_STEP 0",
-        "CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1 after PUBLISH 0",
+        ("CPU_STEP 0\nCPU_STEP 1\nPUBLISH 1 after CPU_STEP 1\nPUBLISH 0", "no other action waits for a CPU unit"),
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1 after CPU_STEP 0", "no other action waits for a CPU unit"),
+        ("CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0\nGPU_STEP 1 after PUBLISH 0", "no other action waits for a CPU unit"),
     ],
+    ids=["unsafe", "implied", "after a CPU step", "after a publication"],
 )
-def test_a_safe_schedule_that_no_stream_can_execute_is_refused(text: str) -> None:
+def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused_before_anything_is_reserved(
+    text: str, message: str
+) -> None:
     schedule = parse_schedule(text, num_slots=0, slot_numel=0)
-    states = make_states([4, 4], torch.bfloat16)
-    for state, placement in zip(states, check(schedule, Workload.from_numels([4, 4])), strict=True):
-        state.placement = placement
+    states = make_states([4] * (1 + max(action.unit for action in schedule.actions)), torch.bfloat16)
+    place(states, schedule, HostDevice())
     device = CountingDevice()
-    with pytest.raises(ScheduleError, match="no other action waits for a CPU unit"):
+    if message != "may start before":
+        check(schedule, Workload.from_numels([4, 4]))
+    with pytest.raises(ScheduleError, match=message) as caught:
         Executor(schedule, states, device, PlainAdam(), PlainAdam())
+    assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
     assert device.reserved == []
+
+
+# Failures
 
 
 class FailingAdam(PlainAdam):
@@ -311,18 +270,23 @@ class FailingAdam(PlainAdam):
         super().update(sub_group, *args)
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @pytest.mark.parametrize("victim", [0, 1, 3, 4])
 def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -> None:
     states = make_states(NUMELS, torch.bfloat16)
     adam = FailingAdam(victim)
     with executor_of(MIXED, states, adam=adam) as executor:
         fill_gradients(states, 1)
+        executor.begin([adam_step(1)] * 5)
+        executor.publish(0)
+        assert victim != 0 or isinstance(executor.failure, ZeroDivisionError), "known where parameters are needed"
+        executor.end()
         with pytest.raises(UpdateFailed, match=f"ZeroDivisionError: sub-group {victim}") as caught:
             run_update(executor, [adam_step(1)] * 5)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        cause = caught.value.__cause__
+        assert isinstance(cause, ZeroDivisionError)
         assert victim != 0 or 3 not in adam.updated, "the worker started another action"
-        assert "update" in [frame.name for frame in traceback_of(caught.value.__cause__)]
+        assert "update" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
         updated = list(adam.updated)
         with pytest.raises(UpdateFailed):
             run_update(executor, [adam_step(2)] * 5)
@@ -331,39 +295,3 @@ def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -
         executor.clear_failure()
         run_update(executor, [adam_step(2)] * 5)
         assert sorted(adam.updated[len(updated) :]) == [0, 1, 2, 3, 4]
-
-
-def test_a_failed_cpu_step_is_known_as_soon_as_its_parameters_are_needed() -> None:
-    states = make_states(NUMELS, torch.bfloat16)
-    with executor_of(MIXED, states, adam=FailingAdam(0)) as executor:
-        fill_gradients(states, 1)
-        executor.begin([adam_step(1)] * 5)
-        executor.publish(0)
-        assert isinstance(executor.failure, ZeroDivisionError)
-        executor.end()
-
-
-def traceback_of(error: BaseException) -> list[Any]:
-    import traceback
-
-    return traceback.extract_tb(error.__traceback__)
-
-
-def test_the_timeline_has_every_action_and_lanes_run_in_order() -> None:
-    states = make_states([20_000] * 5, torch.bfloat16)
-    plan = UpdatePlan(workload=Workload.from_numels([20_000] * 5), placements=MIXED.placements, num_slots=2)
-    with executor_of(plan, states) as executor:
-        fill_gradients(states, 1)
-        run_update(executor, [adam_step(1)] * 5)
-        timeline = executor.timeline_reader()()
-    assert tuple(span.action for span in timeline.spans) == plan.schedule.actions
-    ends = {}
-    for span in timeline.spans:
-        assert 0 <= span.start_s < span.end_s
-        assert span.start_s >= ends.get(span.action.lane, 0.0)
-        ends[span.action.lane] = span.end_s
-        for name in span.action.waits:
-            producer = next(other for other in timeline.spans if other.action.name == name)
-            assert producer.end_s <= span.start_s
-    assert timeline.busy_s(Lane.CPU) > 0
-    assert ActionKind.PUBLISH in {span.action.kind for span in timeline.spans}

@@ -1,14 +1,22 @@
-"""Define a small model of equal layers that can share their parameters."""
+"""Define a small model of equal layers that can share their parameters, and the cases in which it is trained."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import deepspeed
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deep_opt_states.sharing import share_layers
+from deep_opt_states.sharing.layers import Scale
+from tests.tiny_llama import tiny_llama
+from tests.zero.parity.training import Block
+
 WIDTH, TOKENS = 10, 13
+BLOCK: Block = {"placement": "stride", "update_stride": 2, "unit_size": 60}
 
 Checkpointing = Literal["reentrant", "non-reentrant"]
 
@@ -51,3 +59,46 @@ def tokens(rank: int, micro_batch: int) -> torch.Tensor:
     """Return tokens of shape [2, 7], the same whenever rank and micro-batch are the same."""
     generator = torch.Generator().manual_seed(1000 * micro_batch + rank)
     return torch.randint(TOKENS, (2, 7), generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingCase:
+    """A model of ``layers`` layers, of which ``every`` have parameters: a ``Stack``, or a Llama of Hugging Face."""
+
+    layers: int
+    hugging_face: bool = False
+    every: int = 1
+    scale: Scale = "mean"
+    dtype: str = "fp32"
+    checkpointing: Checkpointing | None = None
+    zero_init: bool = False
+    accumulation: int = 1
+
+    def ds_config(self, block: Block) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 0.3,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "sub_group_size": 120,
+                "stage3_param_persistence_threshold": 20,
+            },
+        }
+        return config if block is None else {**config, "deep_optimizer_states": block}
+
+    def make_model(self, config: dict[str, Any] | None = None) -> torch.nn.Module:
+        """Return the model with shared layers, partitioned from the start if ``zero_init`` and there is a config."""
+        torch.manual_seed(7)
+        if self.hugging_face:
+            model = tiny_llama(vocab_size=TOKENS, hidden_size=8, num_hidden_layers=self.layers, use_cache=False)
+            share_layers(model.model, "model.layers", every=self.every, scale=self.scale)
+            return model
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=self.zero_init and config is not None):
+            model = Stack(self.layers, checkpointing=self.checkpointing)
+        share_layers(model, "model.layers", every=self.every, scale=self.scale)
+        return model

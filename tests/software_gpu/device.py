@@ -16,16 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.software_gpu.library import (
-    DEVICE_TYPE,
-    CRange,
-    HostWait,
-    Launched,
-    amounts,
-    call,
-    checked,
-    library,
-)
+from tests.software_gpu.library import DEVICE_TYPE, CRange, HostWait, Launched, amounts, call, checked, library
 from tests.software_gpu.settings import MachineRates, current
 
 COMPUTE_ENGINE, NO_ENGINE = 2, 3
@@ -163,8 +154,7 @@ def default_stream(device: Any = None) -> DeviceStream:
     return DeviceStream(stream_id=0, device_index=0, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
 
 
-def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
+set_stream = torch.accelerator.set_stream
 
 
 @contextmanager
@@ -184,14 +174,15 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 # Memory
 
 
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Return the free and the total bytes. Bytes in the cache of the allocator are not free."""
-    return torch.accelerator.get_memory_info()
+mem_get_info = torch.accelerator.get_memory_info
+"""Returns the free and the total bytes. Bytes in the cache of the allocator are not free."""
 
+memory_stats = torch.accelerator.memory_stats
+"""Returns the statistics of the caching allocator under the names of ``torch.cuda.memory_stats``."""
 
-def memory_stats(device: Any = None) -> dict[str, int]:
-    """Return the statistics of the caching allocator under the names of ``torch.cuda.memory_stats``."""
-    return torch.accelerator.memory_stats()
+memory_allocated, max_memory_allocated = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
+memory_reserved, max_memory_reserved = torch.accelerator.memory_reserved, torch.accelerator.max_memory_reserved
+reset_peak_memory_stats, empty_cache = torch.accelerator.reset_peak_memory_stats, torch.accelerator.empty_cache
 
 
 def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
@@ -204,30 +195,6 @@ def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
             inner = inner.setdefault(part, {})
         inner[last] = value
     return nested
-
-
-def memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.memory_allocated()
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.max_memory_allocated()
-
-
-def memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.memory_reserved()
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.max_memory_reserved()
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_peak_memory_stats()
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
 
 
 def empty_host_cache() -> None:

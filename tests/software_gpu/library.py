@@ -56,51 +56,34 @@ class CSettings(ctypes.Structure):
     )
 
 
+U64, I64, I32, F64 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
+TEXT, HANDLE = ctypes.c_char_p, ctypes.c_void_p
+DOUBLES, RANGES = ctypes.POINTER(F64), ctypes.POINTER(CRange)
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "last_error": (ctypes.c_char_p, ()),
+    "last_error": (TEXT, ()),
     "configure": (None, (ctypes.POINTER(CSettings),)),
     "drain": (None, ()),
-    "take_error": (None, (ctypes.c_char_p, ctypes.c_uint64)),
-    "set_error": (None, (ctypes.c_char_p,)),
-    "real_address": (ctypes.c_uint64, (ctypes.c_uint64,)),
-    "launch": (
-        ctypes.c_int,
-        (
-            ctypes.c_int64,
-            Launched,
-            ctypes.c_uint64,
-            ctypes.c_char_p,
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_double),
-            ctypes.c_double,
-            ctypes.POINTER(CRange),
-            ctypes.c_int32,
-        ),
-    ),
-    "access_on_host": (None, (ctypes.c_char_p, ctypes.POINTER(CRange), ctypes.c_int32)),
-    "snapshot_of_host": (ctypes.c_void_p, ()),
-    "order_host_after": (None, (ctypes.c_void_p,)),
-    "delete_snapshot": (None, (ctypes.c_void_p,)),
-    "take_races": (ctypes.c_char_p, ()),
-    "begin_host_work": (ctypes.c_void_p, (ctypes.POINTER(ctypes.c_double),)),
-    "end_host_work": (None, (ctypes.c_void_p,)),
-    "simulate": (
-        None,
-        (
-            ctypes.c_int32,
-            ctypes.POINTER(ctypes.c_double),
-            ctypes.POINTER(ctypes.c_int32),
-            *(ctypes.POINTER(ctypes.c_double),) * 4,
-        ),
-    ),
-    "register": (ctypes.c_int32, (ctypes.c_uint64, ctypes.c_uint64)),
-    "unregister": (ctypes.c_int32, (ctypes.c_uint64,)),
+    "take_error": (None, (TEXT, U64)),
+    "set_error": (None, (TEXT,)),
+    "real_address": (U64, (U64,)),
+    "launch": (I32, (I64, Launched, U64, TEXT, I32, DOUBLES, F64, RANGES, I32)),
+    "access_on_host": (None, (TEXT, RANGES, I32)),
+    "snapshot_of_host": (HANDLE, ()),
+    "order_host_after": (None, (HANDLE,)),
+    "delete_snapshot": (None, (HANDLE,)),
+    "take_races": (TEXT, ()),
+    "begin_host_work": (HANDLE, (DOUBLES,)),
+    "end_host_work": (None, (HANDLE,)),
+    "simulate": (None, (I32, DOUBLES, ctypes.POINTER(I32), *(DOUBLES,) * 4)),
+    "register": (I32, (U64, U64)),
+    "unregister": (I32, (U64,)),
     "empty_host_cache": (None, ()),
-    "forked": (ctypes.c_int32, ()),
+    "forked": (I32, ()),
     "on_host_wait": (None, (HostWait,)),
-    "now_s": (ctypes.c_double, ()),
-    "take_lag_s": (ctypes.c_double, ()),
-    "take_spans": (ctypes.c_char_p, ()),
+    "now_s": (F64, ()),
+    "take_lag_s": (F64, ()),
+    "take_spans": (TEXT, ()),
 }
 
 
@@ -112,10 +95,7 @@ def _name() -> str:
 
 
 def _every_source(folder: Path) -> Path:
-    """Write a file in ``folder`` that includes all sources, and return its path.
-
-    Compiled alone, each source would parse PyTorch's headers, which takes longer than all the rest.
-    """
+    """Write a file in ``folder`` that includes all sources, which would each parse PyTorch's headers otherwise."""
     path = folder / "every_source.cpp"
     # Another process may compile the file at the same time.
     written = path.with_suffix(f".{os.getpid()}")

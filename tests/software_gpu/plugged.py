@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from deep_opt_states.device import cuda
 from deep_opt_states.device.kernels import choice, triton_adam
@@ -18,14 +20,110 @@ from deep_opt_states.zero import plugin
 from deep_opt_states.zero.start import devices
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from tests.software_gpu import device
-from tests.software_gpu.accelerator import SoftwareAccelerator
 from tests.software_gpu.adam_kernel import SoftwareAdamKernel
 from tests.software_gpu.library import DEVICE_TYPE
-from tests.software_gpu.process_group import SoftwareProcessGroup
+from tests.software_gpu.process_group import BACKEND, SoftwareProcessGroup
 from tests.software_gpu.racecheck import RaceError, checked_threads, take_races
 from tests.software_gpu.settings import Settings, applied
 
 KERNEL = SoftwareAdamKernel()
+
+
+class SoftwareAccelerator(CPU_Accelerator):
+    """DeepSpeed's accelerator for the device. Its operators, such as CPU Adam, are those of the CPU accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = DEVICE_TYPE
+        self._communication_backend_name = BACKEND
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    # Devices. Every process has one, with the index 0.
+
+    def device_name(self, device_index: Any = None) -> str:
+        return DEVICE_TYPE if device_index is None else f"{DEVICE_TYPE}:0"
+
+    def device(self, device_index: Any = None) -> Any:
+        return device.device(device_index)
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return f"{DEVICE_TYPE}:0"
+
+    def device_count(self) -> int:
+        return 1
+
+    def synchronize(self, device_index: Any = None) -> None:
+        device.synchronize()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == DEVICE_TYPE
+
+    # Streams and events
+
+    @property
+    def Stream(self) -> Any:
+        return device.Stream
+
+    @property
+    def Event(self) -> Any:
+        return device.Event
+
+    def stream(self, stream: torch.Stream | None) -> Any:
+        return device.stream(stream)
+
+    def current_stream(self, device_index: Any = None) -> device.Stream:
+        return device.current_stream()
+
+    def default_stream(self, device_index: Any = None) -> device.Stream:
+        return device.default_stream()
+
+    # Memory
+
+    _torch_pins_host_memory = True
+    pin_memory = DeepSpeedAccelerator.pin_memory
+    _torch_pin_memory = DeepSpeedAccelerator._torch_pin_memory
+    _torch_empty_pinned = DeepSpeedAccelerator._torch_empty_pinned
+
+    # Dtypes, and constructors of tensors from lists, as ``torch.cuda.FloatTensor`` is one
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float, torch.half, torch.bfloat16]
+
+    @property
+    def FloatTensor(self) -> Any:
+        return lambda data: torch.tensor(data, dtype=torch.float32, device=DEVICE_TYPE)
+
+    @property
+    def ByteTensor(self) -> Any:
+        return lambda data: torch.tensor(data, dtype=torch.uint8, device=DEVICE_TYPE)
+
+
+def _delegate(name: str, function: Callable[[], Any]) -> None:
+    setattr(SoftwareAccelerator, name, lambda self, device_index=None: function())
+
+
+for _name, _function in {
+    **{
+        name: getattr(device, name)
+        for name in (
+            *("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+            *("memory_stats", "reset_peak_memory_stats"),
+        )
+    },
+    "memory_cached": device.memory_reserved,
+    "max_memory_cached": device.max_memory_reserved,
+    "total_memory": lambda: device.mem_get_info()[1],
+    "available_memory": lambda: device.mem_get_info()[0],
+}.items():
+    _delegate(_name, _function)
 
 
 class TorchWithDevice:
@@ -50,10 +148,7 @@ TORCH: Any = TorchWithDevice()
 
 
 @contextmanager
-def plugged(
-    settings: Settings | None = None,
-    chunk_bytes: int = cuda.CHUNK_BYTES,
-) -> Iterator[None]:
+def plugged(settings: Settings | None = None, chunk_bytes: int = cuda.CHUNK_BYTES) -> Iterator[None]:
     """Train on the device inside this context. Engines must be created and destroyed inside it.
 
     ``chunk_bytes`` is the size of the chunks of our copies.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,24 +23,12 @@ Tensors = Any
 """A tensor, or nested lists of tensors, as the methods of a process group take them."""
 
 COLLECTIVES = {
-    # The method of the process group, and the number of its arguments that are tensors.
-    "allreduce": 1,
-    "allreduce_coalesced": 1,
-    "broadcast": 1,
-    "reduce": 1,
-    "allgather": 2,
-    "allgather_coalesced": 2,
-    "_allgather_base": 2,
-    "all_gather_single": 2,
-    "reduce_scatter": 2,
-    "_reduce_scatter_base": 2,
-    "reduce_scatter_single": 2,
-    "alltoall": 2,
-    "alltoall_base": 2,
-    "all_to_all_single": 2,
-    "gather": 2,
-    "scatter": 2,
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce"), 1),
+    **dict.fromkeys(("allgather", "allgather_coalesced", "_allgather_base", "all_gather_single"), 2),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"), 2),
+    **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"), 2),
 }
+"""The methods of the process group, with the number of their arguments that are tensors."""
 
 CALLED_IN_GLOO = {
     "all_gather_single": "_allgather_base",
@@ -140,7 +129,7 @@ class SoftwareProcessGroup(dist.ProcessGroup):
         done = device.Event()
         with device.stream(stream):
             device.launch(
-                lambda: call(_method_of(self._on_stream, method), _opened(views)).wait(),
+                lambda: call(_method_of(self._on_stream, method), [view() for view in views]).wait(),
                 method,
                 reads=flat,
                 # The first argument receives the result.
@@ -180,27 +169,12 @@ def _flat(tensors: Tensors) -> Any:
             yield from _flat(element)
 
 
-def _view(tensors: Tensors) -> Tensors:
-    """Return the tensors without references to their memory, as a task holds them."""
+def _view(tensors: Tensors) -> Callable[[], Tensors]:
+    """Return a function that opens the tensors on the stream, without references to their memory."""
     if isinstance(tensors, torch.Tensor):
-        return _View(tensors)
-    return [_view(element) for element in tensors]
-
-
-def _opened(views: Tensors) -> Tensors:
-    if isinstance(views, _View):
-        return views.open()
-    return [_opened(view) for view in views]
-
-
-class _View:
-    """The address, the shape and the dtype of a contiguous tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._address, self._shape, self._dtype = tensor.data_ptr(), tensor.shape, tensor.dtype
-
-    def open(self) -> torch.Tensor:
-        return device.host_view(self._address, self._shape, self._dtype)
+        return partial(device.host_view, tensors.data_ptr(), tensors.shape, tensors.dtype)
+    views = [_view(element) for element in tensors]
+    return lambda: [view() for view in views]
 
 
 def register_backend() -> None:

@@ -154,10 +154,7 @@ def _stock_update(update: Callable[..., None]) -> Callable[..., None]:
 def _transfer(transfer: Callable[..., None], writes: bool) -> Callable[..., None]:
     def recorded_transfer(self: StateFile, memory: memoryview, offset_bytes: int) -> None:
         accessed = [torch.frombuffer(memory, dtype=torch.uint8)]
-        if writes:
-            _access("a read from disk", (), accessed)
-        else:
-            _access("a write to disk", accessed, ())
+        _access(*(("a read from disk", (), accessed) if writes else ("a write to disk", accessed, ())))
         transfer(self, memory, offset_bytes)
 
     return recorded_transfer

@@ -1,16 +1,26 @@
-"""Prepare a process for training on the device, and on the CPU accelerator beside it."""
+"""Prepare a process for training on the device, and on the CPU accelerator beside it; run the tests of a module there.
+
+A process can load the device once, and never unload it, so that no test runs on it in the process of pytest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import gc
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import deepspeed
+import pytest
 import torch.distributed as dist
 
 from tests.fork_server import freeze_imported
+from tests.ranks import on_ranks, once
 from tests.software_gpu import device
 from tests.software_gpu.process_group import BACKEND, register_backend
+from tests.software_gpu.settings import PLAIN
 from tests.zero.process_group import end_process
 
 
@@ -24,3 +34,39 @@ def software_process_group() -> Iterator[None]:
     yield
     dist.destroy_process_group()
     end_process()
+
+
+def on_device(body: Callable[[], None]) -> Callable[[], None]:
+    """Return the test of ``body``, which runs in a process that all tests of its module share."""
+
+    @pytest.mark.xdist_group(f"{body.__module__} on the device")
+    @functools.wraps(body)
+    def test() -> None:
+        if error := errors_of(body.__module__)[body.__name__]:
+            pytest.fail(error, pytrace=False)
+
+    test.body = body  # type: ignore[attr-defined]
+    return test
+
+
+@once
+def errors_of(module: str) -> dict[str, str]:
+    """Return the traceback of each test of the module, or "" for success."""
+    errors: dict[str, str] = on_ranks(1, run_bodies, module, group=software_process_group)[0]
+    return errors
+
+
+def run_bodies(module: str) -> dict[str, str]:
+    errors = {}
+    for name, test in vars(importlib.import_module(module)).items():
+        if hasattr(test, "body"):
+            errors[name] = ""
+            try:
+                test.body()
+                device.synchronize()
+            except Exception:  # noqa: BLE001 (the test shows it)
+                errors[name] = traceback.format_exc()
+            PLAIN.apply()
+            device.take_error()
+            gc.collect()
+    return errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from tests.software_gpu.library import EAGER, RESOURCES, UNLIMITED, Amounts, CSettings, call
@@ -69,38 +69,16 @@ class Settings:
 
     def apply(self) -> None:
         """Let the device of this process behave so from now on."""
-        rates = self.rates
         limited = {"h2d", "d2h", "both_directions", "pageable", "host_memory"}
-        capacities = {
+        given = {
+            **vars(self.rates),
+            **vars(self),
             # A GPU and a CPU do one second of work per second. They take no time if the rates of kernels are unlimited.
-            name: getattr(rates, name) if name in limited else 1.0
-            for name in RESOURCES
+            "capacities": Amounts(*(getattr(self.rates, name) if name in limited else 1.0 for name in RESOURCES)),
+            "eager": EAGER.index(self.eager),
+            "emulated": self.rates != MachineRates(),
         }
-        call(
-            "configure",
-            CSettings(
-                lazy_s=self.lazy_s,
-                jitter_s=self.jitter_s,
-                capacities=Amounts(*(capacities[name] for name in RESOURCES)),
-                flops_per_s=rates.flops_per_s,
-                device_bytes_per_s=rates.device_bytes_per_s,
-                launch_s=rates.launch_s,
-                copy_latency_s=rates.copy_latency_s,
-                slowed_by_host_work=rates.slowed_by_host_work,
-                slowed_by_copies=rates.slowed_by_copies,
-                seed=self.seed,
-                memory_bytes=self.memory_bytes,
-                page_lock_limit_bytes=self.page_lock_limit_bytes,
-                lazy=self.lazy,
-                eager=EAGER.index(self.eager),
-                execute_first=self.execute_first,
-                trace=self.trace,
-                emulated=rates != MachineRates(),
-                poison=self.poison,
-                kernels_per_product=rates.kernels_per_product,
-                racecheck=self.racecheck,
-            ),
-        )
+        call("configure", CSettings(**{name: given[name] for name, *_ in CSettings._fields_}))
         _applied[0] = self
 
 
@@ -125,23 +103,15 @@ def applied(settings: Settings) -> Iterator[None]:
         before.apply()
 
 
-@contextmanager
-def changed(**changes: object) -> Iterator[None]:
-    """Change some of the settings inside this context."""
-    with applied(replace(current(), **changes)):  # type: ignore[arg-type]
-        yield
+def changed(**changes: object) -> AbstractContextManager[None]:
+    """Return a context in which some of the settings are changed."""
+    return applied(replace(current(), **changes))  # type: ignore[arg-type]
 
 
 PLAIN = Settings()
 LAZY = Settings(lazy=True)
-JITTER = Settings(jitter_s=3e-3, seed=1)
 SLOW_LINK = Settings(rates=MachineRates(h2d=1e6, d2h=1e6))
 SLOW_KERNELS = Settings(rates=MachineRates(launch_s=2e-3))
-ADVERSARIES = {
-    "plain": PLAIN,
-    "lazy": LAZY,
-    "jitter": JITTER,
-    "slow link": SLOW_LINK,
-    "slow kernels": SLOW_KERNELS,
-}
+JITTER = Settings(jitter_s=3e-3, seed=1)
+ADVERSARIES = {"plain": PLAIN, "lazy": LAZY, "jitter": JITTER, "slow link": SLOW_LINK, "slow kernels": SLOW_KERNELS}
 """Ways in which the device is allowed to behave, and in which different missing waits show."""

@@ -1,48 +1,190 @@
-"""Check the memory of the device, page-locked host memory, and that the host cannot access the device's."""
+"""Check memory: poison, the allocator, its limit and its protection; and copies: which block, and which are divided."""
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.launch import REPOSITORY, run_ranks
-from tests.software_gpu import host_memory_checks, memory_checks
-from tests.software_gpu.checks import assert_passed, checks_of, ranks_of
-from tests.zero.training_once import TrainingOnce, on_one_worker
+from deep_opt_states.device import cuda
+from tests.forked_child import protection_of
+from tests.software_gpu import device
+from tests.software_gpu.library import DEVICE_TYPE
+from tests.software_gpu.plugged import TORCH
+from tests.software_gpu.ranks import on_device
+from tests.software_gpu.settings import changed
 
-RANKS = ranks_of(memory_checks, host_memory_checks)
-pytestmark = on_one_worker("software_gpu_memory", 1)
-
-
-@pytest.mark.parametrize("check", checks_of(memory_checks))
-def test_memory_of_the_software_gpu_behaves_as_that_of_cuda(check: str, trained: TrainingOnce) -> None:
-    assert_passed(trained, check)
-
-
-@pytest.mark.parametrize("check", checks_of(host_memory_checks))
-def test_page_locked_memory_behaves_as_that_of_cuda(check: str, trained: TrainingOnce) -> None:
-    assert_passed(trained, check)
+MIB = 2**20
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = (1, 1000, 3_000_001, 20_000_000)
+"""Numbers of elements: small blocks, and blocks of 6 MB to 160 MB, which get their poison by other pages."""
 
 
-def test_an_access_of_the_host_to_memory_of_the_device_ends_with_a_traceback() -> None:
-    (ended,) = run_ranks(1, ["-m", "tests.software_gpu.host_access"], timeout_s=120)
-    assert ended.returncode == -signal.SIGSEGV, ended.output
-    lines = (REPOSITORY / "tests/software_gpu/host_access.py").read_text().splitlines()
-    (number,) = (number for number, line in enumerate(lines, start=1) if "this line is in the traceback" in line)
-    assert f'host_access.py", line {number} in read_on_the_host' in ended.output
+def _new(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE_TYPE)
 
 
-def test_without_a_compiler_the_error_says_what_is_needed(tmp_path: Path) -> None:
-    (ended,) = run_ranks(
-        1,
-        ["-c", "from tests.software_gpu.library import library; library()"],
-        timeout_s=120,
-        TORCH_EXTENSIONS_DIR=str(tmp_path),
-        CXX="no-such-compiler",
-    )
-    assert ended.returncode == 1, ended.output
-    assert "RuntimeError: The software GPU cannot be compiled" in ended.output
-    assert "no-such-compiler" in ended.output
-    assert "apt-get install g++" in ended.output
+def _is_nan(tensor: torch.Tensor) -> bool:
+    """Return whether a sample of the elements, with both ends, is NaN."""
+    step = max(1, tensor.numel() // 1000)
+    return bool(torch.cat([tensor[::step], tensor[-1:]]).isnan().all().item())
+
+
+def _statistic(name: str) -> int:
+    return device.memory_stats()[name]
+
+
+@on_device
+def test_memory_that_was_never_written_and_memory_that_is_reused_is_nan() -> None:
+    for numel in SIZES:
+        for dtype in FLOATS:
+            fresh = torch.empty(numel, dtype=dtype, device=DEVICE_TYPE)
+            assert _is_nan(fresh), (numel, dtype)
+            address = fresh.fill_(1).data_ptr()
+            del fresh
+            reused = torch.empty(numel, dtype=dtype, device=DEVICE_TYPE)
+            assert reused.data_ptr() == address
+            assert _is_nan(reused), (numel, dtype)
+            del reused
+            device.empty_cache()
+    assert torch.empty(7, dtype=torch.int64, device=DEVICE_TYPE).tolist() == [-1] * 7
+    torch.ones(1000).pin_memory()
+    assert torch.empty(1000, pin_memory=True).isnan().all()
+
+
+@on_device
+def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_is_not_enough() -> None:
+    device.empty_cache()
+    reserved = device.memory_reserved()
+    retries, errors = _statistic("num_alloc_retries"), _statistic("num_ooms")
+    with changed(memory_bytes=reserved + 100 * MIB):
+        cached = _new(60 * MIB)
+        del cached
+        with device.stream(device.Stream()):
+            # The cached block is of another stream.
+            kept = _new(50 * MIB)
+        assert device.memory_reserved() == reserved + 50 * MIB
+        assert (_statistic("num_alloc_retries"), _statistic("num_ooms")) == (retries + 1, errors)
+        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory\. Tried to allocate 60 MiB"):
+            _new(60 * MIB)
+        assert (_statistic("num_alloc_retries"), _statistic("num_ooms")) == (retries + 2, errors + 1)
+        # The error leaves everything as it was.
+        kept.fill_(3)
+        assert kept[-1].item() == 3
+        assert _new(50 * MIB).data_ptr() != 0
+
+
+@on_device
+def test_memory_of_the_device_cannot_be_read_through_its_address() -> None:
+    """Check that the pages of a tensor allow no access, without ending the process as an access would."""
+    tensor = torch.ones(10, device=DEVICE_TYPE)
+    address = tensor.data_ptr()
+    assert protection_of(address).startswith("---")
+    device.synchronize()
+    # Other threads find the bytes elsewhere.
+    assert ctypes.c_float.from_address(device.real_address(address)).value == 1
+
+
+# Copies
+
+
+FEW, NUMEL = 1000, 100_000
+"""The elements of a pageable copy that is staged, and of one that is too large for that."""
+
+CHUNK_NUMEL = 25_000
+CHUNK_BYTES = 4 * CHUNK_NUMEL
+
+
+def _on_gpu(value: float, numel: int = NUMEL) -> torch.Tensor:
+    tensor = torch.full((numel,), value, device=DEVICE_TYPE)
+    device.synchronize()
+    return tensor
+
+
+@contextmanager
+def _our_device(chunk_bytes: int = CHUNK_BYTES) -> Iterator[cuda.CudaDevice]:
+    with mock.patch.object(cuda, "torch", TORCH):
+        yield cuda.CudaDevice(0, chunk_bytes)
+
+
+def _names_of_work(copy: Callable[[], object]) -> list[str]:
+    """Return the names of the tasks that the streams execute for ``copy``, without frees."""
+    device.synchronize()
+    with changed(trace=True):
+        device.take_spans()
+        copy()
+        device.synchronize()
+        return [span.name for span in device.take_spans() if span.name != "free"]
+
+
+@on_device
+def test_only_copies_from_and_to_page_locked_memory_are_asynchronous() -> None:
+    """Read the target at once: it has the new values only after a wait, and the values that the source has by then."""
+    registered = torch.frombuffer(mmap.mmap(-1, NUMEL * 4), dtype=torch.float32)
+    assert device.cudart().cudaHostRegister(registered.data_ptr(), NUMEL * 4, 0) == 0
+    hosts: dict[str, tuple[Callable[[int], torch.Tensor], int, list[str], list[str]]] = {
+        # How the memory is allocated, elements, and the waits of a copy from it and to it.
+        "pinned": (lambda numel: torch.ones(numel).pin_memory(), FEW, [], []),
+        "pinned, large": (lambda numel: torch.ones(numel).pin_memory(), NUMEL, [], []),
+        "registered": (lambda numel: registered[:numel].fill_(1), NUMEL, [], []),
+        # A small copy from pageable memory is staged.
+        "pageable": (torch.ones, FEW, [], ["copy D2H, pageable"]),
+        "pageable, large": (torch.ones, NUMEL, ["copy H2D, pageable"], ["copy D2H, pageable"]),
+    }
+    for name, (allocated, numel, up, down) in hosts.items():
+        is_late = not name.startswith("pageable")
+        with changed(lazy=True, lazy_s=100.0):
+            source, target = allocated(numel), _on_gpu(0, numel)
+            with device.recorded_host_waits() as waits:
+                target.copy_(source, non_blocking=True)
+            assert [wait.reason for wait in waits] == up, name
+            source.fill_(2)
+            assert target.tolist() == [2 if is_late else 1] * numel, name
+            source, target = _on_gpu(3, numel), allocated(numel)
+            with device.recorded_host_waits() as waits:
+                target.copy_(source, non_blocking=True)
+            assert [wait.reason for wait in waits] == down, name
+            assert target.tolist() == [1 if is_late else 3] * numel, name
+            device.synchronize()
+            assert target.tolist() == [3] * numel, name
+    assert device.cudart().cudaHostUnregister(registered.data_ptr()) == 0
+
+
+@on_device
+def test_chunks_have_all_elements_for_every_size_and_the_elements_around_stay() -> None:
+    with _our_device() as ours:
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            numel = CHUNK_BYTES // dtype.itemsize
+            for size in (1, numel // 2 + 1, numel, numel + 1, 3 * numel + 7):
+                values = (torch.arange(size) % 251).to(dtype)
+                source, on_gpu = ours.empty_host(size + 8, dtype).fill_(1), ours.empty(size + 8, dtype).fill_(2)
+                back = ours.empty_host(size + 8, dtype).fill_(3)
+                source[3 : 3 + size] = values
+                ours.copy(on_gpu[5 : 5 + size], source[3 : 3 + size])
+                ours.copy(back[1 : 1 + size], on_gpu[5 : 5 + size])
+                around = on_gpu.cpu()
+                assert torch.equal(back[1 : 1 + size], values), (dtype, size)
+                assert back[:1].tolist() + back[1 + size :].tolist() == [3] * 8
+                assert around[:5].tolist() + around[5 + size :].tolist() == [2] * 8
+
+
+@on_device
+def test_large_copies_between_host_and_device_are_divided_and_no_others() -> None:
+    numel = 2 * CHUNK_NUMEL + CHUNK_NUMEL // 2
+    with _our_device() as ours:
+        host, on_gpu = ours.empty_host(numel, torch.float32).zero_(), ours.empty(numel, torch.float32).zero_()
+        other = torch.zeros_like(on_gpu)
+        in_bf16 = ours.empty(numel, torch.bfloat16)
+        few = CHUNK_NUMEL // 2
+        assert _names_of_work(lambda: ours.copy(on_gpu, host)) == ["copy H2D", "sleep"] * 3
+        assert _names_of_work(lambda: ours.copy(host, on_gpu)) == ["copy D2H", "sleep"] * 3
+        # Several of these in a row on one stream would be longer than a chunk.
+        assert _names_of_work(lambda: ours.copy(on_gpu[: few + 1], host[: few + 1])) == ["copy H2D", "sleep"]
+        assert _names_of_work(lambda: ours.copy(on_gpu[:few], host[:few])) == ["copy H2D"]
+        assert _names_of_work(lambda: ours.copy(other, on_gpu)) == ["copy"]
+        assert _names_of_work(lambda: ours.copy(in_bf16, host)) == ["copy H2D", "copy"]

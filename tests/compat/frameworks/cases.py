@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tests.software_gpu.published_configs.published import AXOLOTL, LLAMA_FACTORY
+from tests.compat.frameworks.published import AXOLOTL, LLAMA_FACTORY
 
-REWARD = Path(__file__).with_name("reward.py")
 CONFIG_OF_PACKAGE = "swift/config/zero3_offload.json"
 """The path of ms-swift's config in its package."""
 
@@ -148,7 +146,7 @@ FRAMEWORKS = (
         name="ms-swift",
         requirement="ms-swift==4.6.0 msgspec",
         pins="nothing",
-        patches="gloo",
+        patches="gloo different_characters",
         config=CONFIG_OF_PACKAGE,
         runs=(
             *_sft_and_dpo(
@@ -162,7 +160,7 @@ FRAMEWORKS = (
                 "GRPO, 2 ranks",
                 f"env NPROC_PER_NODE={{ranks}} swift rlhf {_SWIFT} --rlhf_type grpo --tuner_type full --use_vllm false"
                 f" --dataset {{data}}/chat.jsonl --num_generations 2 --max_completion_length 16"
-                f" --external_plugins {REWARD} --reward_funcs different_characters",
+                " --reward_funcs different_characters",
                 ranks=2,
             ),
         ),

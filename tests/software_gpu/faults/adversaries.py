@@ -6,12 +6,17 @@ is later than everything else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
+from deep_opt_states.runtime import executor
+from deep_opt_states.runtime.worker import Task, Worker
 from tests.software_gpu import settings
-from tests.software_gpu.faults.lazy_worker import lazy_worker
 from tests.software_gpu.settings import Settings
 
 LAZY_S = 20.0
@@ -20,6 +25,45 @@ LAZY_S = 20.0
 LAZY, LAZY_WORKER = "lazy", "lazy worker"
 LAZY_SIDE_STREAMS = "lazy side streams"
 LAZY_COPIES_TO_THE_HOST = "lazy kernels and copies to the host"
+
+
+class LazyWorker(Worker):
+    """The real worker, whose tasks run when something waits for them or for a later task, and not before."""
+
+    def __init__(self, enter: Task = lambda: None) -> None:
+        self._demanded: list[threading.Event] = []
+        super().__init__(enter)
+        self.close = _after(self._demanded, self.close)  # type: ignore[assignment]
+
+    def submit(self, task: Task) -> Future[None]:
+        demanded = threading.Event()
+        self._demanded.append(demanded)
+
+        def run_on_demand() -> None:
+            demanded.wait()
+            task()
+
+        future = super().submit(run_on_demand)
+        future.result = _after(list(self._demanded), future.result)  # type: ignore[method-assign]
+        future.exception = _after(list(self._demanded), future.exception)  # type: ignore[method-assign]
+        return future
+
+
+def _after(demanded: list[threading.Event], wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``wait``, which first sets all events that are in the list then."""
+
+    def demand_and_wait(*args: Any) -> Any:
+        for event in demanded:
+            event.set()
+        demanded.clear()
+        return wait(*args)
+
+    return demand_and_wait
+
+
+def lazy_worker() -> AbstractContextManager[object]:
+    """Return a context in which every executor has such a worker."""
+    return mock.patch.object(executor, "Worker", LazyWorker)
 
 
 @dataclass(frozen=True)
@@ -34,10 +78,8 @@ ADVERSARIES = {
     **{name: Adversary(found) for name, found in settings.ADVERSARIES.items()},
     LAZY: Adversary(Settings(lazy=True, lazy_s=LAZY_S)),
     LAZY_WORKER: Adversary(Settings(), lazy_worker),
-    "lazy, lazy worker": Adversary(Settings(lazy=True, lazy_s=LAZY_S), lazy_worker),
     # Tasks of the default stream are not late, so that they overtake those of the other streams.
     LAZY_SIDE_STREAMS: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="on default stream")),
-    "lazy default stream": Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="on other streams")),
     # Prefetches overtake flushes.
     LAZY_COPIES_TO_THE_HOST: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device")),
 }

@@ -5,9 +5,9 @@ The race check must report the two accesses, and an adversary of the device must
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -27,39 +27,12 @@ from deep_opt_states.zero.step.staging import Staging
 from deep_opt_states.zero.step.unit_waits import UnitWaits
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
+from tests.software_gpu.faults import accesses
+from tests.software_gpu.faults import missing_order as order
+from tests.software_gpu.faults.accesses import after_each_step, before_each_backward
 from tests.software_gpu.faults.adversaries import LAZY, LAZY_COPIES_TO_THE_HOST, LAZY_SIDE_STREAMS, LAZY_WORKER
-from tests.software_gpu.faults.missing_order import (
-    actions_do_not_wait,
-    all_gathers_are_not_awaited,
-    backward_does_not_wait,
-    combined,
-    compute_does_not_wait_for_the_load,
-    do_nothing,
-    does_not_wait_for_the_write_back,
-    forward_does_not_wait,
-    gathers_keep_their_first_units,
-    on_an_unawaited_stream,
-    patched,
-    prefetches_do_not_wait_for_flushes,
-    readers_do_not_wait,
-    resident_states_with,
-    streams_do_not_wait_for_streams,
-    update_does_not_wait_for_its_streams,
-    update_does_not_wait_for_its_streams_from_the_fourth_step_on,
-    worker_begins_after_the_step,
-)
-from tests.software_gpu.faults.reads_between_steps import (
-    after_each_step,
-    before_each_backward,
-    read_gathered,
-    read_masters,
-    read_moments,
-    read_parameters,
-    read_persistent,
-)
-from tests.software_gpu.faults.writes_between_steps import write_and_partition, write_gathered, write_partitions
+from tests.software_gpu.faults.missing_order import combined, missing, patched
 from tests.software_gpu.racecheck import BETWEEN
-from tests.zero.moves.random_plans import moves_in_turn
 from tests.zero.parity.case import (
     CPU,
     RESIDENT,
@@ -70,9 +43,10 @@ from tests.zero.parity.case import (
     Case,
     not_deferred,
 )
+from tests.zero.random_plans import moves_in_turn
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """A missing wait, and how it must show.
 
@@ -82,25 +56,23 @@ class Fault:
     the error by which a kernel refuses its arguments: then neither the check nor a number shows the fault.
     """
 
-    name: str
     seeded: Callable[[], AbstractContextManager[object]]
-    sides: tuple[str, str] | None
     block: dict[str, Any]
+    sides: tuple[str, str] | None
+    _: KW_ONLY
     adversary: str | None = LAZY
     refused: str = ""
-    world_size: int = 1
     steps: int = 3
     accumulation: int = 1
     uses_of_shared: int = 0
     zero: dict[str, Any] = field(default_factory=dict)
     script: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    @property
-    def case(self) -> Case:
+    def case(self, world_size: int) -> Case:
         return Case(
-            name=self.name,
+            name="fault",
             blocks=(self.block,),
-            world_size=self.world_size,
+            world_size=world_size,
             zero=self.zero,
             accumulation=self.accumulation,
             uses_of_shared=self.uses_of_shared,
@@ -128,397 +100,297 @@ It does so with several ranks, when it gathers them.
 """
 
 
-@contextmanager
-def sums_on_the_host() -> Iterator[None]:
-    """Keep the sums of gradients in host memory, although the device has room for them."""
-    with patched(AcceleratorChoice, "fits_accumulators", lambda *_: False)():
-        yield
+sums_on_the_host = combined(patched(AcceleratorChoice, "fits_accumulators", lambda *_: False))
+"""Keep the sums of gradients in host memory, although the device has room for them."""
+
+ALL_GATHER, A_READ = "all_gather_into_tensor", "aten::sum in accesses.py"
+FLUSH_AND_PREFETCH = ("_flush_states", "_prefetch")
+"""Parts of the texts of accesses."""
 
 
-FAULTS = (
+ON_ONE_RANK = {
     # Forward reads the 16-bit parameters, by a gather or directly, after an update that ended in step().
-    Fault(
-        name="update ends without waiting for its streams: forward reads parameters while PUBLISH writes them",
-        seeded=update_does_not_wait_for_its_streams,
-        block=not_deferred(CPU),
-        sides=("_publish", "forward"),
+    "update ends without waiting for its streams: forward reads parameters while PUBLISH writes them": Fault(
+        order.update_does_not_wait_for_its_streams, not_deferred(CPU), ("_publish", "forward")
     ),
-    Fault(
-        name="update ends without waiting for its streams: forward reads parameters while GPU_STEP writes them",
-        seeded=update_does_not_wait_for_its_streams,
-        block=not_deferred(STREAMED),
-        sides=("_gpu_step", "forward"),
+    "update ends without waiting for its streams: forward reads parameters while GPU_STEP writes them": Fault(
+        order.update_does_not_wait_for_its_streams, not_deferred(STREAMED), ("_gpu_step", "forward")
     ),
-    Fault(
-        name="update ends without waiting for its streams: the all-gather reads parameters while PUBLISH writes them",
-        seeded=update_does_not_wait_for_its_streams,
-        block=not_deferred(CPU),
-        world_size=2,
-        sides=("_publish", "all_gather_into_tensor"),
+    "update ends without waiting for its streams: the next step prefetches masters during FLUSH_STATES": Fault(
+        order.update_does_not_wait_for_its_streams,
+        {**not_deferred(STREAMED_MANY_SLOTS), "overlap_backward": False},
+        FLUSH_AND_PREFETCH,
     ),
-    Fault(
-        name="update ends without waiting for its streams: the all-gather reads parameters while GPU_STEP writes them",
-        seeded=update_does_not_wait_for_its_streams,
-        block=not_deferred(STREAMED),
-        world_size=2,
-        sides=("_gpu_step", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="update ends without waiting for its streams: the next step prefetches masters during FLUSH_STATES",
-        seeded=update_does_not_wait_for_its_streams,
-        block={**not_deferred(STREAMED_MANY_SLOTS), "overlap_backward": False},
-        sides=("_flush_states", "_prefetch"),
-    ),
-    Fault(
-        name="update ends without waiting for its streams, from the fourth step on",
-        seeded=update_does_not_wait_for_its_streams_from_the_fourth_step_on,
-        block=not_deferred(CPU),
+    "update ends without waiting for its streams, from the fourth step on": Fault(
+        order.update_does_not_wait_for_its_streams_from_the_fourth_step_on,
+        not_deferred(CPU),
+        ("_publish", "forward"),
         steps=6,
-        sides=("_publish", "forward"),
     ),
     # Forward reads them while a deferred update is in flight.
-    Fault(
-        name="forward does not wait for PUBLISH of a deferred update",
-        seeded=combined(patched(Executor, "publish", do_nothing), worker_begins_after_the_step),
-        block=CPU,
-        sides=("_publish", "forward"),
+    "forward does not wait for PUBLISH of a deferred update": Fault(
+        combined(missing(Executor, "publish"), order.worker_begins_after_the_step),
+        CPU,
+        ("_publish", "forward"),
         adversary=LAZY_SIDE_STREAMS,
     ),
-    Fault(
-        name="forward does not wait for GPU_STEP of a deferred update",
-        seeded=patched(Executor, "publish", do_nothing),
-        block=STREAMED,
-        sides=("_gpu_step", "forward"),
-        adversary=LAZY_SIDE_STREAMS,
+    "forward does not wait for GPU_STEP of a deferred update": Fault(
+        missing(Executor, "publish"), STREAMED, ("_gpu_step", "forward"), adversary=LAZY_SIDE_STREAMS
     ),
-    Fault(
-        name="the all-gather does not wait for PUBLISH of a deferred update",
-        seeded=combined(patched(Executor, "publish", do_nothing), worker_begins_after_the_step),
-        block=CPU,
-        world_size=2,
-        sides=("_publish", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="the all-gather does not wait for GPU_STEP of a deferred update",
-        seeded=patched(Executor, "publish", do_nothing),
-        block=STREAMED,
-        world_size=2,
-        zero=NO_PERSISTENT_PARAMETERS,
-        sides=("_gpu_step", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="a user's gather does not wait for a deferred update",
-        seeded=patched(Gathers, "_finish_update", do_nothing),
-        script=after_each_step(read_gathered),
-        block=STREAMED,
-        world_size=2,
-        zero=NO_PERSISTENT_PARAMETERS,
-        sides=("_gpu_step", "all_gather_into_tensor"),
-    ),
-    # The caller writes parameters before the next forward gathers them.
-    Fault(
-        name="forward's all-gather does not wait for a write in GatheredParameters",
-        seeded=patched(Coordinator, "gather_after_current_stream", do_nothing),
-        script=after_each_step(write_gathered),
-        block=CPU,
-        world_size=2,
-        sides=("_partition_param", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="forward's all-gather does not wait for a write in partition(), after an update that ended in step()",
-        seeded=patched(Coordinator, "gather_after_current_stream", do_nothing),
-        script=after_each_step(write_and_partition),
-        block=not_deferred(STREAMED),
-        world_size=2,
-        sides=("_partition_param", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="forward's all-gather does not wait for a write to a partition in place",
-        seeded=patched(Coordinator, "gather_after_current_stream", do_nothing),
-        script=after_each_step(write_partitions),
-        # A write that bypasses DeepSpeed's interfaces does not wait for a deferred update.
-        block=not_deferred(CPU),
-        world_size=2,
-        sides=("mul_", "_all_gather_dtype"),
-    ),
-    Fault(
-        name="backward's all-gather does not wait for a write to a partition in place",
-        seeded=patched(Gathers, "order_after_caller", do_nothing),
-        script=before_each_backward(write_partitions),
-        block=CPU,
-        world_size=2,
-        # Without prefetches, since forward could prefetch parameters of backward before the write.
-        zero={"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
-        sides=("mul_", "_all_gather_dtype"),
-    ),
-    # Persistent parameters are updated and published before step() returns.
-    Fault(
-        name="the gather in step() does not wait until the persistent unit is published",
-        seeded=patched(UnitWaits, "publish_persistent_unit", do_nothing),
-        block=CPU,
-        world_size=2,
-        sides=("_publish", "all_gather_into_tensor"),
-    ),
-    Fault(
-        name="readers of persistent parameters do not wait until they are published",
-        seeded=patched(UnitWaits, "publish_persistent_unit", do_nothing),
-        script=after_each_step(read_persistent),
-        block=CPU,
-        sides=("_publish", "aten::sum in reads_between_steps.py"),
+    "readers of persistent parameters do not wait until they are published": Fault(
+        missing(UnitWaits, "publish_persistent_unit"),
+        CPU,
+        ("_publish", A_READ),
+        script=after_each_step(accesses.read_persistent),
     ),
     # Flushes are in flight during backward.
-    Fault(
-        name="prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it",
-        seeded=prefetches_do_not_wait_for_flushes,
-        block=STREAMED,
-        sides=("_flush_states", "_prefetch"),
+    "prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it": Fault(
+        order.prefetches_do_not_wait_for_flushes, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_COPIES_TO_THE_HOST
+    ),
+    "prefetches do not wait for flushes: backward prefetches masters while FLUSH_STATES writes them": Fault(
+        order.prefetches_do_not_wait_for_flushes,
+        STREAMED_MANY_SLOTS,
+        FLUSH_AND_PREFETCH,
         adversary=LAZY_COPIES_TO_THE_HOST,
     ),
-    Fault(
-        name="prefetches do not wait for flushes: backward prefetches masters while FLUSH_STATES writes them",
-        seeded=prefetches_do_not_wait_for_flushes,
-        block=STREAMED_MANY_SLOTS,
-        sides=("_flush_states", "_prefetch"),
-        adversary=LAZY_COPIES_TO_THE_HOST,
-    ),
-    Fault(
-        name="backward does not wait for the update: it prefetches into a slot while FLUSH_STATES reads it",
-        seeded=backward_does_not_wait,
-        block=STREAMED,
-        sides=("_flush_states", "_prefetch"),
-        adversary=LAZY_COPIES_TO_THE_HOST,
+    "backward does not wait for the update: it prefetches into a slot while FLUSH_STATES reads it": Fault(
+        order.backward_does_not_wait, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_COPIES_TO_THE_HOST
     ),
     # The next two faults need two missing waits each: forward's waits already order the readers of the gradients.
-    Fault(
-        name="neither forward nor backward waits for the worker, which reads the gradients that backward overwrites",
-        seeded=combined(forward_does_not_wait, backward_does_not_wait),
-        block=CPU,
-        sides=("flush", "_cpu_step"),
+    "neither forward nor backward waits for the worker, which reads the gradients that backward overwrites": Fault(
+        combined(order.forward_does_not_wait, order.backward_does_not_wait),
+        CPU,
+        ("flush", "_cpu_step"),
         adversary=LAZY_WORKER,
     ),
-    Fault(
-        name="neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates",
-        seeded=combined(patched(Executor, "publish", do_nothing), backward_does_not_wait),
-        block=STREAMED,
-        sides=("_add", "_gpu_step"),
+    "neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates": Fault(
+        combined(missing(Executor, "publish"), order.backward_does_not_wait), STREAMED, ("_add", "_gpu_step")
     ),
     # No reader of states or parameters sees an update in flight.
-    Fault(
-        name="readers of masters do not wait for the worker",
-        seeded=readers_do_not_wait("fp32_partitioned_groups_flat"),
-        script=after_each_step(read_masters),
-        block=CPU,
-        sides=("_cpu_step", "aten::sum in reads_between_steps.py"),
+    "readers of masters do not wait for the worker": Fault(
+        order.readers_do_not_wait("fp32_partitioned_groups_flat"),
+        CPU,
+        ("_cpu_step", A_READ),
+        script=after_each_step(accesses.read_masters),
         adversary=LAZY_WORKER,
     ),
-    Fault(
-        name="readers of masters do not wait for FLUSH_STATES",
-        seeded=readers_do_not_wait("fp32_partitioned_groups_flat"),
-        script=after_each_step(read_masters),
-        block=STREAMED,
-        sides=("_flush_states", "aten::sum in reads_between_steps.py"),
+    "readers of masters do not wait for FLUSH_STATES": Fault(
+        order.readers_do_not_wait("fp32_partitioned_groups_flat"),
+        STREAMED,
+        ("_flush_states", A_READ),
+        script=after_each_step(accesses.read_masters),
     ),
-    Fault(
-        name="readers of moments do not wait for FLUSH_STATES",
-        seeded=patched(GuardedStates, "state", DeepSpeedZeroOptimizer_Stage3.state),
-        script=after_each_step(read_moments),
-        block=STREAMED,
-        sides=("_flush_states", "aten::sum in reads_between_steps.py"),
+    "readers of moments do not wait for FLUSH_STATES": Fault(
+        patched(GuardedStates, "state", DeepSpeedZeroOptimizer_Stage3.state),
+        STREAMED,
+        ("_flush_states", A_READ),
+        script=after_each_step(accesses.read_moments),
     ),
-    Fault(
-        name="readers of 16-bit parameters do not wait for PUBLISH",
-        seeded=readers_do_not_wait("fp16_partitioned_groups_flat"),
-        script=after_each_step(read_parameters),
-        block=CPU,
-        sides=("_publish", "aten::sum in reads_between_steps.py"),
+    "readers of 16-bit parameters do not wait for PUBLISH": Fault(
+        order.readers_do_not_wait("fp16_partitioned_groups_flat"),
+        CPU,
+        ("_publish", A_READ),
+        script=after_each_step(accesses.read_parameters),
     ),
     # Gradients are staged before the bucket is filled again.
-    Fault(
-        name="the reduction does not wait until the bucket is staged",
-        seeded=on_an_unawaited_stream(Gradients, "add_reduced_bucket"),
-        block=CPU,
+    "the reduction does not wait until the bucket is staged": Fault(
+        order.on_an_unawaited_stream(Gradients, "add_reduced_bucket"),
+        CPU,
+        ("add_reduced_bucket", "__add_grad_to_ipg_bucket"),
         zero=CONTIGUOUS_BUCKETS,
-        sides=("add_reduced_bucket", "__add_grad_to_ipg_bucket"),
     ),
-    Fault(
-        name="backward does not wait until a single-parameter bucket is staged, and its gradient is not recorded",
-        # Here the partition is the gradient itself, which stays safe if it is recorded on the stream that reads it.
-        seeded=combined(
-            on_an_unawaited_stream(DeepOptimizerStates_Stage3, "partition_grads"),
-            patched(torch.Tensor, "record_stream", do_nothing),
+    # Here the partition is the gradient itself, which stays safe if it is recorded on the stream that reads it.
+    "backward does not wait until a single-parameter bucket is staged, and its gradient is not recorded": Fault(
+        combined(
+            order.on_an_unawaited_stream(DeepOptimizerStates_Stage3, "partition_grads"),
+            missing(torch.Tensor, "record_stream"),
         ),
-        block=CPU,
+        CPU,
+        ("add_reduced_bucket", "next owner"),
         zero=SINGLE_PARAMETER_BUCKETS,
-        sides=("add_reduced_bucket", "next owner"),
     ),
-    Fault(
-        name="staging does not wait until its buffer is copied to the host",
-        seeded=patched(Staging, "_wait_until_free", do_nothing),
-        block=CPU,
-        sides=("flush", "send"),
+    "staging does not wait until its buffer is copied to the host": Fault(
+        missing(Staging, "_wait_until_free"), CPU, ("flush", "send")
     ),
-    Fault(
-        name="accumulation does not wait until its staging buffer is copied to the host",
-        seeded=patched(Staging, "_wait_until_free", do_nothing),
-        block=CPU,
+    "accumulation does not wait until its staging buffer is copied to the host": Fault(
+        missing(Staging, "_wait_until_free"),
+        CPU,
+        ("flush", "add_to"),
         accumulation=2,
         script=sums_on_the_host,
         zero=ONE_BUCKET,
-        sides=("flush", "add_to"),
     ),
-    Fault(
-        name="accumulation does not wait until the sums are copied to the host",
-        seeded=patched(Staging, "wait_for_copies", do_nothing),
-        block=CPU,
+    # With one copy per micro-batch, no wait for a free buffer orders the second micro-batch.
+    "accumulation does not wait until the sums are copied to the host": Fault(
+        missing(Staging, "wait_for_copies"),
+        CPU,
+        ("flush", "add_to"),
         accumulation=2,
         script=sums_on_the_host,
-        # With one copy per micro-batch, no wait for a free buffer orders the second micro-batch.
         zero={**ONE_BUCKET, **NO_PERSISTENT_PARAMETERS, "sub_group_size": 10**9},
-        sides=("flush", "add_to"),
     ),
     # Autograd adds to a gradient that is in the bucket already.
-    Fault(
-        name="autograd does not wait until the gradient that it adds to is copied into the bucket",
-        seeded=patched(Buckets, "wait_for_copy", do_nothing),
-        block=CPU,
+    "autograd does not wait until the gradient that it adds to is copied into the bucket": Fault(
+        missing(Buckets, "wait_for_copy"),
+        CPU,
+        ("__add_grad_to_ipg_bucket", "aten::add_"),
         uses_of_shared=3,
         zero=CONTIGUOUS_BUCKETS,
-        sides=("__add_grad_to_ipg_bucket", "aten::add_"),
         adversary=LAZY_SIDE_STREAMS,
     ),
-    Fault(
-        name="the reduction does not wait until autograd has added to a gradient in the bucket",
-        seeded=patched(Buckets, "wait_for_addition", do_nothing),
-        block=CPU,
+    "the reduction does not wait until autograd has added to a gradient in the bucket": Fault(
+        missing(Buckets, "wait_for_addition"),
+        CPU,
+        ("aten::add_", "__avg_scatter_contiguous_grads"),
         uses_of_shared=3,
         zero=FULL_WITH_THE_SHARED_LAYER,
-        sides=("aten::add_", "__avg_scatter_contiguous_grads"),
     ),
     # The worker reads gradients that are copied to the host, and rounds parameters that are then published.
-    Fault(
-        name="the worker does not wait until the gradients are copied to the host",
-        seeded=patched(Gradients, "wait_for_copies", do_nothing),
-        block=CPU,
-        sides=("flush", "_cpu_step"),
+    "the worker does not wait until the gradients are copied to the host": Fault(
+        missing(Gradients, "wait_for_copies"), CPU, ("flush", "_cpu_step")
     ),
-    Fault(
-        name="PUBLISH does not wait for the worker",
-        seeded=actions_do_not_wait(ActionKind.PUBLISH),
-        block=CPU,
-        sides=("_cpu_step", "_publish"),
-        adversary=LAZY_WORKER,
+    "PUBLISH does not wait for the worker": Fault(
+        order.actions_do_not_wait(ActionKind.PUBLISH), CPU, ("_cpu_step", "_publish"), adversary=LAZY_WORKER
     ),
     # DeepSpeed keeps offloaded parameters in host memory.
-    Fault(
-        name="offloaded parameters are passed to the accelerator's kernel",
-        seeded=patched(assembly, "_params_on_host", lambda *_: False),
-        block=STREAMED,
+    "offloaded parameters are passed to the accelerator's kernel": Fault(
+        patched(assembly, "_params_on_host", lambda *_: False),
+        STREAMED,
+        None,
         zero={"offload_param": {"device": "cpu"}},
-        sides=None,
         refused="AssertionError: ('param', device(type='cpu'))",
         adversary=None,
     ),
     # Slots are filled, updated and flushed in this order.
-    Fault(
-        name="PREFETCH does not wait for FLUSH_STATES of its slot",
-        seeded=actions_do_not_wait(ActionKind.PREFETCH),
-        # Without any wait, all states would be prefetched in backward.
-        block={**STREAMED_ONE_SLOT, **WITHOUT_BACKWARD_OVERLAP},
-        sides=("_flush_states", "_prefetch"),
+    # Without any wait, all states would be prefetched in backward.
+    "PREFETCH does not wait for FLUSH_STATES of its slot": Fault(
+        order.actions_do_not_wait(ActionKind.PREFETCH),
+        {**STREAMED_ONE_SLOT, **WITHOUT_BACKWARD_OVERLAP},
+        FLUSH_AND_PREFETCH,
     ),
-    Fault(
-        name="PREFETCH into a new slot does not wait for the stream that used its memory",
-        seeded=patched(LaneStreams, "wait_for_new_memory", do_nothing),
+    # A move makes the host wait for the default stream, whose kernels used the memory, when it copies gradients.
+    "PREFETCH into a new slot does not wait for the stream that used its memory": Fault(
+        missing(LaneStreams, "wait_for_new_memory"),
+        STREAMED_ONE_SLOT,
+        ("last owner of memory", "_prefetch"),
         script=moves_in_turn((Placement.STREAMED, 300), (Placement.STREAMED, 700)),
-        block=STREAMED_ONE_SLOT,
-        sides=("last owner of memory", "_prefetch"),
-        # A move makes the host wait for the default stream, whose kernels used the memory, when it copies gradients.
         adversary=None,
     ),
-    Fault(
-        name="GPU_STEP does not wait for PREFETCH",
-        seeded=actions_do_not_wait(ActionKind.GPU_STEP),
-        block=STREAMED,
-        sides=("_prefetch", "_gpu_step"),
+    "GPU_STEP does not wait for PREFETCH": Fault(
+        order.actions_do_not_wait(ActionKind.GPU_STEP), STREAMED, ("_prefetch", "_gpu_step")
     ),
-    Fault(
-        name="GPU_STEP does not wait for PREFETCH of the moments",
-        seeded=actions_do_not_wait(ActionKind.GPU_STEP),
-        block=STREAMED,
-        sides=("_prefetch", "GPU Adam"),
+    "GPU_STEP does not wait for PREFETCH of the moments": Fault(
+        order.actions_do_not_wait(ActionKind.GPU_STEP), STREAMED, ("_prefetch", "GPU Adam")
     ),
-    Fault(
-        name="FLUSH_STATES does not wait for GPU_STEP",
-        seeded=actions_do_not_wait(ActionKind.FLUSH_STATES),
-        block=STREAMED,
-        sides=("GPU Adam", "_flush_states"),
+    "FLUSH_STATES does not wait for GPU_STEP": Fault(
+        order.actions_do_not_wait(ActionKind.FLUSH_STATES), STREAMED, ("GPU Adam", "_flush_states")
     ),
     # Resident states are loaded before their first update, and written back before others read them.
-    Fault(
-        name="GPU_STEP does not wait until resident states are loaded",
-        seeded=lambda: resident_states_with(compute_does_not_wait_for_the_load),
-        block=RESIDENT,
-        # Without them, nothing else is waited for in the step.
+    # Without them, nothing else is waited for in the step.
+    "GPU_STEP does not wait until resident states are loaded": Fault(
+        lambda: order.resident_states_with(order.compute_does_not_wait_for_the_load),
+        RESIDENT,
+        ("load", "_gpu_step"),
         zero=NO_PERSISTENT_PARAMETERS,
-        sides=("load", "_gpu_step"),
     ),
-    Fault(
-        name="readers of masters do not wait until resident states are written back",
-        seeded=lambda: resident_states_with(does_not_wait_for_the_write_back),
-        script=after_each_step(read_masters),
-        block=RESIDENT,
-        sides=("write_back", "aten::sum in reads_between_steps.py"),
+    "readers of masters do not wait until resident states are written back": Fault(
+        lambda: order.resident_states_with(order.does_not_wait_for_the_write_back),
+        RESIDENT,
+        ("write_back", A_READ),
+        script=after_each_step(accesses.read_masters),
     ),
     # Units move between steps.
-    Fault(
-        name="a move does not wait until resident states are written back, which the CPU updates from then on",
-        # The executor waits for its streams, too, when it gets other units.
-        seeded=combined(
-            lambda: resident_states_with(does_not_wait_for_the_write_back), update_does_not_wait_for_its_streams
+    # The executor waits for its streams, too, when it gets other units.
+    # Without them, nothing else is waited for in the step.
+    "a move does not wait until resident states are written back, which the CPU updates from then on": Fault(
+        combined(
+            lambda: order.resident_states_with(order.does_not_wait_for_the_write_back),
+            order.update_does_not_wait_for_its_streams,
         ),
+        RESIDENT,
+        ("write_back", "_cpu_step"),
         script=moves_in_turn((Placement.RESIDENT, 10**9), (Placement.CPU, 300)),
-        block=RESIDENT,
         steps=4,
-        # Without them, nothing else is waited for in the step.
         zero=NO_PERSISTENT_PARAMETERS,
-        sides=("write_back", "_cpu_step"),
     ),
-    Fault(
-        name="forward waits for the units that held the parameters before a move",
-        seeded=gathers_keep_their_first_units,
+    "forward waits for the units that held the parameters before a move": Fault(
+        order.gathers_keep_their_first_units,
+        CPU,
+        ("_publish", "forward"),
         script=moves_in_turn((Placement.CPU, 10**9), (Placement.CPU, 300)),
-        block=CPU,
         steps=5,
-        sides=("_publish", "forward"),
         adversary=LAZY_WORKER,
     ),
     # Memory is used by another stream than the one that it was allocated on.
-    Fault(
-        name="a gradient is not recorded on the stream that reduces it",
-        seeded=patched(torch.Tensor, "record_stream", do_nothing),
-        block=CPU,
-        sides=("__add_grad_to_ipg_bucket", "next owner"),
+    "a gradient is not recorded on the stream that reduces it": Fault(
+        missing(torch.Tensor, "record_stream"),
+        CPU,
+        ("__add_grad_to_ipg_bucket", "next owner"),
         adversary=LAZY_SIDE_STREAMS,
     ),
-    Fault(
-        name="gathered partitions are not recorded on the stream that uses them",
-        seeded=patched(torch.Tensor, "record_stream", do_nothing),
-        block=CPU,
-        world_size=2,
-        sides=("read on the default stream", "next owner"),
-    ),
-    Fault(
-        name="users of gathered parameters do not wait for the all-gather",
-        seeded=all_gathers_are_not_awaited,
-        block=CPU,
-        world_size=2,
-        sides=("all_gather_into_tensor", "aten::cat"),
-    ),
     # DeepSpeed's own waits: the race detector checks the whole engine, and not only our hooks.
-    Fault(
-        name="the reduction does not wait for backward",
-        seeded=streams_do_not_wait_for_streams,
-        block=CPU,
-        sides=("write on the default stream", "__add_grad_to_ipg_bucket"),
+    "the reduction does not wait for backward": Fault(
+        order.streams_do_not_wait_for_streams, CPU, ("write on the default stream", "__add_grad_to_ipg_bucket")
     ),
-)
+}
+ON_TWO_RANKS = {
+    "update ends without waiting for its streams: the all-gather reads parameters while PUBLISH writes them": Fault(
+        order.update_does_not_wait_for_its_streams, not_deferred(CPU), ("_publish", ALL_GATHER)
+    ),
+    "update ends without waiting for its streams: the all-gather reads parameters while GPU_STEP writes them": Fault(
+        order.update_does_not_wait_for_its_streams, not_deferred(STREAMED), ("_gpu_step", ALL_GATHER)
+    ),
+    "the all-gather does not wait for PUBLISH of a deferred update": Fault(
+        combined(missing(Executor, "publish"), order.worker_begins_after_the_step), CPU, ("_publish", ALL_GATHER)
+    ),
+    "the all-gather does not wait for GPU_STEP of a deferred update": Fault(
+        missing(Executor, "publish"), STREAMED, ("_gpu_step", ALL_GATHER), zero=NO_PERSISTENT_PARAMETERS
+    ),
+    "a user's gather does not wait for a deferred update": Fault(
+        missing(Gathers, "_finish_update"),
+        STREAMED,
+        ("_gpu_step", ALL_GATHER),
+        script=after_each_step(accesses.read_gathered),
+        zero=NO_PERSISTENT_PARAMETERS,
+    ),
+    # The caller writes parameters before the next forward gathers them.
+    "forward's all-gather does not wait for a write in GatheredParameters": Fault(
+        missing(Coordinator, "gather_after_current_stream"),
+        CPU,
+        ("_partition_param", ALL_GATHER),
+        script=after_each_step(accesses.write_gathered),
+    ),
+    "forward's all-gather does not wait for a write in partition(), after an update that ended in step()": Fault(
+        missing(Coordinator, "gather_after_current_stream"),
+        not_deferred(STREAMED),
+        ("_partition_param", ALL_GATHER),
+        script=after_each_step(accesses.write_and_partition),
+    ),
+    # A write that bypasses DeepSpeed's interfaces does not wait for a deferred update.
+    "forward's all-gather does not wait for a write to a partition in place": Fault(
+        missing(Coordinator, "gather_after_current_stream"),
+        not_deferred(CPU),
+        ("mul_", "_all_gather_dtype"),
+        script=after_each_step(accesses.write_partitions),
+    ),
+    # Without prefetches, since forward could prefetch parameters of backward before the write.
+    "backward's all-gather does not wait for a write to a partition in place": Fault(
+        missing(Gathers, "order_after_caller"),
+        CPU,
+        ("mul_", "_all_gather_dtype"),
+        script=before_each_backward(accesses.write_partitions),
+        zero={"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0},
+    ),
+    # Persistent parameters are updated and published before step() returns.
+    "the gather in step() does not wait until the persistent unit is published": Fault(
+        missing(UnitWaits, "publish_persistent_unit"), CPU, ("_publish", ALL_GATHER)
+    ),
+    "gathered partitions are not recorded on the stream that uses them": Fault(
+        missing(torch.Tensor, "record_stream"), CPU, ("read on the default stream", "next owner")
+    ),
+    "users of gathered parameters do not wait for the all-gather": Fault(
+        order.all_gathers_are_not_awaited, CPU, (ALL_GATHER, "aten::cat")
+    ),
+}
+FAULTS: dict[int, dict[str, Fault]] = {1: ON_ONE_RANK, 2: ON_TWO_RANKS}
+"""The faults by name, by the number of ranks that they need."""

@@ -26,7 +26,7 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from tests.software_gpu import device
-from tests.software_gpu.accelerator import SoftwareAccelerator
+from tests.software_gpu.plugged import SoftwareAccelerator
 from tests.software_gpu.process_group import SoftwareProcessGroup, SoftwareWork
 
 
@@ -35,7 +35,12 @@ def patched(owner: Any, name: str, replacement: Any) -> Callable[[], AbstractCon
 
 
 def do_nothing(*_: object) -> None:
-    """Replace a wait."""
+    pass
+
+
+def missing(owner: Any, wait: str) -> Callable[[], AbstractContextManager[object]]:
+    """Replace a wait, the method of ``owner`` with this name, by nothing."""
+    return patched(owner, wait, do_nothing)
 
 
 def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[object]]:
@@ -52,38 +57,29 @@ def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[
 END_OF_UPDATE = ("wait_until_drained", "order_after_update")
 """The methods that wait for the streams at the end of an update: the host does, or the stream of backward."""
 
-update_does_not_wait_for_its_streams = combined(*(patched(LaneStreams, name, do_nothing) for name in END_OF_UPDATE))
+update_does_not_wait_for_its_streams = combined(*(missing(LaneStreams, name) for name in END_OF_UPDATE))
 
 
-@contextmanager
-def update_does_not_wait_for_its_streams_from_the_fourth_step_on() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in END_OF_UPDATE:
-            stack.enter_context(mock.patch.object(LaneStreams, name, _at_first(getattr(LaneStreams, name))))
-        yield
+def _at_first(name: str) -> Callable[[], AbstractContextManager[object]]:
+    """Let the streams be waited for in the first three updates only."""
+    wait, updates = getattr(LaneStreams, name), count(1)
+    return patched(LaneStreams, name, lambda lanes: wait(lanes) if next(updates) < 4 else None)
 
 
-def _at_first(wait: Callable[[LaneStreams], None]) -> Callable[[LaneStreams], None]:
-    updates = count(1)
-
-    def wait_at_first(self: LaneStreams) -> None:
-        if next(updates) < 4:
-            wait(self)
-
-    return wait_at_first
+def update_does_not_wait_for_its_streams_from_the_fourth_step_on() -> AbstractContextManager[object]:
+    return combined(*map(_at_first, END_OF_UPDATE))()
 
 
-@contextmanager
-def prefetches_do_not_wait_for_flushes() -> Iterator[None]:
-    """Prefetch for the next update while the last one still flushes the slots and the states that are read."""
-    set_schedule = Issuer.set_schedule
+_set_schedule = Issuer.set_schedule
 
-    def set_without_flushes(self: Issuer, schedule: Schedule) -> None:
-        set_schedule(self, schedule)
-        self.flushes_before = {}
 
-    with mock.patch.object(Issuer, "set_schedule", set_without_flushes):
-        yield
+def _set_without_flushes(issuer: Issuer, schedule: Schedule) -> None:
+    _set_schedule(issuer, schedule)
+    issuer.flushes_before = {}
+
+
+prefetches_do_not_wait_for_flushes = patched(Issuer, "set_schedule", _set_without_flushes)
+"""Prefetch for the next update while the last one still flushes the slots and the states that are read."""
 
 
 def on_an_unawaited_stream(owner: type, name: str) -> Callable[[], AbstractContextManager[object]]:
@@ -103,43 +99,31 @@ def on_an_unawaited_stream(owner: type, name: str) -> Callable[[], AbstractConte
 def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager[object]]:
     """Remove all waits of the actions of this kind: each begins as soon as its lane reaches it."""
 
-    @contextmanager
-    def seeded() -> Iterator[None]:
-        original = UpdatePlan.schedule.func
+    original = UpdatePlan.schedule.func
 
-        def schedule_without_waits(self: UpdatePlan) -> Any:
-            schedule = original(self)
-            actions = (
-                replace(action, waits=() if action.kind is kind else action.waits) for action in schedule.actions
-            )
-            return replace(schedule, actions=tuple(actions))
+    def schedule_without_waits(self: UpdatePlan) -> Any:
+        schedule = original(self)
+        actions = (replace(action, waits=() if action.kind is kind else action.waits) for action in schedule.actions)
+        return replace(schedule, actions=tuple(actions))
 
-        with (
-            mock.patch.object(UpdatePlan, "schedule", property(schedule_without_waits)),
-            mock.patch.object(executor, "check_executable"),
-        ):
-            yield
-
-    return seeded
+    schedules = patched(UpdatePlan, "schedule", property(schedule_without_waits))
+    return combined(schedules, missing(executor, "check_executable"))
 
 
-forward_does_not_wait = combined(patched(Executor, "publish", do_nothing), patched(Executor, "advance", do_nothing))
+forward_does_not_wait = combined(missing(Executor, "publish"), missing(Executor, "advance"))
 """A context in which forward neither waits for the update nor enqueues its actions."""
 
 
-@contextmanager
-def worker_begins_after_the_step() -> Iterator[None]:
+def worker_begins_after_the_step() -> AbstractContextManager[object]:
     """Submit the worker's actions at the end of ``step()``.
 
     DeepSpeed waits there for the whole device, and so for all that the worker has published before.
     """
     nothing_in_begin = property(lambda _: 0, lambda _, __: None)
-    with mock.patch.object(Issuer, "first_of_caller", nothing_in_begin, create=True):
-        yield
+    return mock.patch.object(Issuer, "first_of_caller", nothing_in_begin, create=True)
 
 
-@contextmanager
-def gathers_keep_their_first_units() -> Iterator[None]:
+def gathers_keep_their_first_units() -> AbstractContextManager[object]:
     """Look up the units of a parameter in the first plan, even after another plan was adopted."""
     units_of_plan = Gathers._units.fget  # type: ignore[attr-defined]
     first: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -149,8 +133,7 @@ def gathers_keep_their_first_units() -> Iterator[None]:
         count = len(self._running.plan.placements)
         return {ds_id: tuple(unit for unit in held_by if unit < count) for ds_id, held_by in units.items()}
 
-    with mock.patch.object(Gathers, "_units", property(first_units)):
-        yield
+    return mock.patch.object(Gathers, "_units", property(first_units))
 
 
 def backward_does_not_wait() -> AbstractContextManager[object]:
@@ -185,8 +168,7 @@ def _prefetch_anyway(prefetch: Callable[[Executor], None]) -> Callable[[Executor
     return prefetched
 
 
-@contextmanager
-def resident_states_with(fault: Callable[[ResidentStates], object]) -> Iterator[None]:
+def resident_states_with(fault: Callable[[ResidentStates], object]) -> AbstractContextManager[object]:
     """Apply ``fault`` to each ``ResidentStates`` that is created inside this context."""
     original = ResidentStates.__init__
 
@@ -194,8 +176,7 @@ def resident_states_with(fault: Callable[[ResidentStates], object]) -> Iterator[
         original(self, *args)
         fault(self)
 
-    with mock.patch.object(ResidentStates, "__init__", initialize):
-        yield
+    return mock.patch.object(ResidentStates, "__init__", initialize)
 
 
 def compute_does_not_wait_for_the_load(residents: ResidentStates) -> None:

@@ -27,9 +27,7 @@ from tests.zero.parity.training import DTYPES, Block, Record, collect
 BYTES_PER_TOKEN = 8192
 """The activations that each layer keeps from forward to backward, per token."""
 
-EXPERTS = 256
-
-CACHED_TOGETHER = 256
+EXPERTS, CACHED_TOGETHER = 256, 256
 """The tokens for which a generation caches memory between two forwards."""
 
 SLOWDOWN = 1e5
@@ -48,15 +46,17 @@ CASE = Case(
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the tokens of each micro-batch, those of an evaluation before it, and those generated before it."""
+    """One step: the tokens of each micro-batch, those of an evaluation before it, and those generated before it.
+
+    ``busiest`` tokens of each micro-batch are routed to its busiest expert, or all of them. With ``in_backward``, the
+    memory of the experts is in use in backward only, as if they were computed again there.
+    """
 
     tokens: tuple[int, ...]
     evaluated: int | None = None
     generated: int = 0
     busiest: int | None = None
-    """The tokens of each micro-batch that are routed to its busiest expert; None: all of them."""
     in_backward: bool = False
-    """Whether the memory of the experts is in use in backward only, as if they were computed again there."""
 
 
 class KeepsActivations(torch.autograd.Function):
@@ -97,17 +97,17 @@ class GrowingNet(torch.nn.Module):
 
 @dataclass
 class Seen:
-    """The plan of one training after each step, and whether its memory was evicted on this rank."""
+    """The plan after each step, its units by placement, and whether its memory was evicted on this rank.
+
+    ``failed`` has whether the step was trained again after an out-of-memory error.
+    """
 
     fingerprints: list[str] = field(default_factory=list)
     placed: list[dict[str, int]] = field(default_factory=list)
-    """The units by placement."""
     evicted: list[bool] = field(default_factory=list)
     failed: list[bool] = field(default_factory=list)
-    """Whether the step was trained again after an out-of-memory error."""
 
     def add(self, running: RunningPlan) -> None:
-        """Add the state after a step."""
         placements = running.plan.placements
         self.fingerprints.append(running.plan.fingerprint)
         self.placed.append({placement.value: placements.count(placement) for placement in Placement})

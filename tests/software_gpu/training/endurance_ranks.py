@@ -1,9 +1,7 @@
 """Train many steps on the device, and measure whether the process keeps more and more memory or files.
 
-The arguments are a seed, the number of steps, and the kind of a leak to add, "every" or "none". Units move now and
-then, steps are skipped, and the model is evaluated, saved and loaded. Every ``PERIOD`` steps, after a save and a load
-and with the same plan, everything that the process keeps is counted. There is one answer, with the growth per step of
-each quantity.
+The arguments are a seed, the number of steps, and the kind of a leak to add, "every" or "none". Every ``PERIOD`` steps,
+after a save and a load and with the same plan, everything is counted that the process keeps. There is one answer.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -32,12 +29,11 @@ from tests.software_gpu import device
 from tests.software_gpu.device import DeviceRuntime
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
-from tests.zero.moves.move_counts import MoveCounts
-from tests.zero.moves.random_plans import random_moves
 from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import closing_engine, shared_folder
+from tests.zero.random_plans import MoveCounts, random_moves
 
 CASE = Case(name="endurance", blocks=(STRIDE_2,), clip=0.5, schedule=False)
 
@@ -50,20 +46,17 @@ LEAKED_NUMEL = 256
 """A leak is one tensor of fp32 of so many elements, or one file, after so many steps."""
 
 LIMITS = {
-    "host memory, bytes": LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
-    "accelerator memory, bytes": LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
-    "page-locked memory, bytes": LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
-    "tensors": 1 / LEAK_EVERY / 2,
-    "open files": 1 / LEAK_EVERY / 2,
-    "temporary files": 1 / LEAK_EVERY / 2,
-    "shared memory, files": 1 / LEAK_EVERY / 2,
-    "threads": 1 / LEAK_EVERY / 2,
+    **dict.fromkeys(
+        ("host memory, bytes", "accelerator memory, bytes", "page-locked memory, bytes"),
+        LEAKED_NUMEL * 4 / LEAK_EVERY / 2,
+    ),
+    **dict.fromkeys(
+        ("tensors", "open files", "temporary files", "shared memory, files", "threads"), 1 / LEAK_EVERY / 2
+    ),
 }
 """The largest growth per step of each quantity: half of that of a leak."""
 
 WARM_UP_STEPS = 1_000
-"""Host memory grows in the first steps, with stock, too. It is judged if the second quarter of a run begins later."""
-
 
 MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 """The fields of the C library's ``struct mallinfo2``, all of which are of type ``size_t``."""
@@ -82,22 +75,19 @@ def allocated_bytes() -> int:
 def counted_page_locks() -> Iterator[dict[int, int]]:
     """Yield the sizes of all page-locked ranges by their address."""
     locked: dict[int, int] = {}
-    register, unregister = DeviceRuntime.cudaHostRegister, DeviceRuntime.cudaHostUnregister
 
-    def counted_register(address: int, size_bytes: int, flags: int) -> int:
-        code = register(address, size_bytes, flags)
-        if code == 0:
-            locked[address] = size_bytes
-        return code
+    class CountingRuntime(DeviceRuntime):
+        def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+            code = super().cudaHostRegister(address, size_bytes, flags)
+            if code == 0:
+                locked[address] = size_bytes
+            return code
 
-    def counted_unregister(address: int) -> int:
-        locked.pop(address, None)
-        return unregister(address)
+        def cudaHostUnregister(self, address: int) -> int:
+            locked.pop(address, None)
+            return super().cudaHostUnregister(address)
 
-    with (
-        mock.patch.object(DeviceRuntime, "cudaHostRegister", staticmethod(counted_register)),
-        mock.patch.object(DeviceRuntime, "cudaHostUnregister", staticmethod(counted_unregister)),
-    ):
+    with mock.patch.object(device, "cudart", CountingRuntime):
         yield locked
 
 
@@ -113,8 +103,6 @@ def counted(page_locked: dict[int, int]) -> dict[str, float]:
         "temporary files": sum(1 for _ in Path(tempfile.gettempdir()).rglob("*")),
         "shared memory, files": len(list(Path("/dev/shm").glob(f"*_{os.environ['MASTER_PORT']}_*"))),
         "threads": threading.active_count(),
-        "resident memory, bytes": psutil.Process().memory_info().rss,
-        "reserved accelerator memory, bytes": device.memory_reserved(),
     }
 
 
@@ -131,14 +119,13 @@ def leak_of(kind: str, kept: list[Any]) -> Callable[[], object]:
 
 
 class Endurance:
-    """An engine that trains, and the samples of everything that the process keeps."""
+    """An engine that trains, and is saved and loaded before everything that the process keeps is counted."""
 
     def __init__(self, engine: Any, folder: Path, seed: int) -> None:
         self.engine, self.folder = engine, folder
         self.rng = random.Random(seed)
         self.plan = engine.optimizer.plan
-        self.samples: list[dict[str, float]] = []
-        self.skipped = self.evaluated = 0
+        self.evaluated = 0
 
     def train(self, step: int) -> None:
         x, target = (on_accelerator(tensor) for tensor in batch(CASE, dist.get_rank(), step % 100, torch.bfloat16))
@@ -146,7 +133,6 @@ class Endurance:
         is_skipped = self.rng.random() < SKIPPED_SHARE and step % PERIOD != PERIOD - 1
         self.engine.backward(self.engine(x, target, 1.0, math.inf if is_skipped else 1.0))
         self.engine.step()
-        self.skipped += is_skipped
         if self.rng.random() < EVALUATED_SHARE:
             self.evaluated += 1
             self.engine.eval()
@@ -154,7 +140,7 @@ class Endurance:
                 self.engine(x, target, 1.0, 1.0)
             self.engine.train()
 
-    def sample(self, page_locked: dict[int, int]) -> None:
+    def sample(self, page_locked: dict[int, int]) -> dict[str, float]:
         """Save and load, run the first plan again, and count. The checkpoint replaces the one before."""
         self.engine.save_checkpoint(str(self.folder), tag="tag")
         self.engine.load_checkpoint(str(self.folder))
@@ -163,7 +149,7 @@ class Endurance:
         running.adopt(self.plan)
         assert running.restore()
         device.synchronize()
-        self.samples.append(counted(page_locked))
+        return counted(page_locked)
 
 
 def growth_of(samples: list[float]) -> float:
@@ -172,11 +158,6 @@ def growth_of(samples: list[float]) -> float:
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
     # The medians are in the middle of their quarters.
     return (median(late) - median(early)) / (PERIOD * (len(samples) - 2 * quarter))
-
-
-def limits(steps: int) -> dict[str, float]:
-    """Return the limits that hold for a run of so many steps."""
-    return {name: limit for name, limit in LIMITS.items() if name != "host memory, bytes" or steps >= 4 * WARM_UP_STEPS}
 
 
 def main(seed: int, steps: int, leak: str) -> None:
@@ -190,26 +171,30 @@ def main(seed: int, steps: int, leak: str) -> None:
         random_moves(seed, moved, change_after=MOVES_SHARE),
         closing_engine(CASE, CASE.blocks[0]) as engine,
     ):
-        endurance = Endurance(engine, folder / "saved", seed)
+        endurance, samples = Endurance(engine, folder / "saved", seed), []
         add_leak = leak_of(leak, kept)
         for step in range(steps):
             endurance.train(step)
             if step % LEAK_EVERY == 0:
                 add_leak()
             if step % PERIOD == PERIOD - 1:
-                endurance.sample(page_locked)
-        growth = {name: growth_of([sample[name] for sample in endurance.samples]) for name in endurance.samples[0]}
+                samples.append(endurance.sample(page_locked))
+        growth = {name: growth_of([sample[name] for sample in samples]) for name in samples[0]}
         answer(
             {
                 "growth": growth,
-                "grown": [name for name, limit in limits(steps).items() if growth[name] > limit],
-                "first": endurance.samples[0],
-                "last": endurance.samples[-1],
-                "host memory": [sample["host memory, bytes"] for sample in endurance.samples],
+                # Host memory grows in the first steps, with stock, too: it is judged if the second quarter is later.
+                "grown": [
+                    name
+                    for name, limit in LIMITS.items()
+                    if growth[name] > limit and (name != "host memory, bytes" or steps >= 4 * WARM_UP_STEPS)
+                ],
+                "first": samples[0],
+                "last": samples[-1],
                 "steps": steps,
                 "skipped": engine.skipped_steps,
                 "evaluated": endurance.evaluated,
-                "samples": len(endurance.samples),
+                "samples": len(samples),
                 "moved": moved.to_json_dict(),
             }
         )

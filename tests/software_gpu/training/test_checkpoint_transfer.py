@@ -18,13 +18,7 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
 from tests.tiers import thorough
 from tests.zero.parity.case import Case, by_sub_group
-from tests.zero.parity.training import (
-    Block,
-    Record,
-    assert_same_bits,
-    closing_engine,
-    train,
-)
+from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, train
 
 MIXED = by_sub_group("resident", "cpu", "streamed", "cpu", "streamed")
 VARIANTS: dict[str, Block] = {"stock": None, "ours": MIXED}
@@ -52,7 +46,8 @@ def resume(case: Case, block: Block, folder: Path) -> Record:
         return train(engine, case, folder)
 
 
-@pytest.mark.promise("P1", "P4")
+@pytest.mark.P1
+@pytest.mark.P4
 @ranks(1, thorough(2), group=software_process_group)
 def test_a_checkpoint_of_either_accelerator_resumes_on_the_other_with_the_bits_of_stock(tmp_path: Path) -> None:
     case = replace(CASE, world_size=dist.get_world_size())

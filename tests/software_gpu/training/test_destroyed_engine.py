@@ -7,15 +7,15 @@ reference.
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from deep_opt_states.zero.start import planning
 from perf_model.prediction.memory import MemoryKind
-from tests.ranks import on_ranks
+from tests.ranks import ranks
 from tests.software_gpu import device
 from tests.software_gpu.filled_gpu.growing_inputs import slow_profile
 from tests.software_gpu.plugged import plugged
@@ -44,33 +44,37 @@ CASE = Case(
 )
 
 
-def left(block: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the block, the bytes that its destroyed engine leaves on the device, and those that it had reserved."""
+@dataclass
+class LeftMemory:
+    """The bytes on the device that an engine has reserved, that come and go with its parameters, and that it leaves."""
+
+    left: int
+    reserved: int
+    freed_by_offload: int
+    given_back: int
+    taken_by_reload: int
+
+
+def memory_of(block: dict[str, Any] | None) -> LeftMemory:
     gc.collect()
     before = device.memory_allocated()
     with shared_folder() as folder, closing_engine(CASE, block) as engine:
         optimizer = engine.optimizer
         train(engine, CASE, folder)
-        reserved_bytes = reserved_bytes_of(optimizer)
+        reserved = reserved_bytes_of(optimizer)
         gc.collect()
-        trained_bytes = device.memory_allocated()
+        trained = device.memory_allocated()
         engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
-        offloaded_bytes = device.memory_allocated()
-        given_back_bytes = reserved_bytes - reserved_bytes_of(optimizer)
+        offloaded = device.memory_allocated()
+        given_back = reserved - reserved_bytes_of(optimizer)
         engine.reload_states()
-        reloaded_bytes = device.memory_allocated()
+        reloaded = device.memory_allocated()
         train(engine, CASE, folder)
     del engine
     gc.collect()
     assert optimizer is not None, "the reference is kept until here"
-    return {
-        "block": block,
-        "left_bytes": device.memory_allocated() - before,
-        "reserved_bytes": reserved_bytes,
-        "freed_by_offload_bytes": trained_bytes - offloaded_bytes,
-        "given_back_bytes": given_back_bytes,
-        "taken_by_reload_bytes": reloaded_bytes - offloaded_bytes,
-    }
+    left = device.memory_allocated() - before
+    return LeftMemory(left, reserved, trained - offloaded, given_back, reloaded - offloaded)
 
 
 def reserved_bytes_of(optimizer: Any) -> int:
@@ -83,39 +87,15 @@ def reserved_bytes_of(optimizer: Any) -> int:
 ROUNDING_BYTES = 64 * 1024
 
 
-@pytest.fixture(scope="module")
-def memory() -> list[dict[str, Any]]:
-    """Return the memory of stock, and of each block."""
-    found: list[dict[str, Any]] = on_ranks(1, left_by_each, group=software_process_group)[0]
-    return found
-
-
-def left_by_each() -> list[dict[str, Any]]:
+@ranks(1, group=software_process_group)
+def test_a_destroyed_engine_and_offloaded_parameters_leave_no_memory_on_the_device_but_that_of_stock() -> None:
     no_measurement = mock.patch.object(planning, "quick_profile", return_value=slow_profile())
     with plugged(), no_measurement:
-        return [left(block) for block in (None, *BLOCKS)]
-
-
-pytestmark = pytest.mark.xdist_group("destroyed engines")
-
-
-def test_a_destroyed_engine_leaves_no_memory_on_the_device_but_that_of_stock(memory: list[dict[str, Any]]) -> None:
-    stock, *answers = memory
-    assert [found["block"] for found in answers] == list(BLOCKS)
-    for found in answers:
-        assert found["left_bytes"] <= stock["left_bytes"] + ROUNDING_BYTES, found["block"]
-    assert answers[0]["reserved_bytes"] > 16 * ROUNDING_BYTES, "the states of resident units would be noticed"
-
-
-def test_offloaded_parameters_free_as_much_memory_as_with_stock(memory: list[dict[str, Any]]) -> None:
-    stock, *answers = memory
-    assert stock["freed_by_offload_bytes"] > 16 * ROUNDING_BYTES, "the parameters would be noticed"
-    for found in answers:
-        freed_bytes = found["freed_by_offload_bytes"] - found["given_back_bytes"]
-        assert freed_bytes >= stock["freed_by_offload_bytes"] - ROUNDING_BYTES, found["block"]
-        assert found["taken_by_reload_bytes"] <= stock["taken_by_reload_bytes"] + ROUNDING_BYTES, found["block"]
-
-
-def test_offloaded_parameters_give_the_memory_of_the_planner_back(memory: list[dict[str, Any]]) -> None:
-    planned = memory[-1]
-    assert planned["given_back_bytes"] > 16 * ROUNDING_BYTES
+        stock, *found = (memory_of(block) for block in (None, *BLOCKS))
+    for block, memory in zip(BLOCKS, found, strict=True):
+        assert memory.left <= stock.left + ROUNDING_BYTES, block
+        freed = memory.freed_by_offload - memory.given_back
+        assert freed >= stock.freed_by_offload - ROUNDING_BYTES, block
+        assert memory.taken_by_reload <= stock.taken_by_reload + ROUNDING_BYTES, block
+    # What is compared would be noticed: the states of resident units, the parameters, and the memory of the planner.
+    assert min(found[0].reserved, stock.freed_by_offload, found[-1].given_back) > 16 * ROUNDING_BYTES

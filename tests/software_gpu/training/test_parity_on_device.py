@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,21 +20,12 @@ from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import ADVERSARIES, MachineRates
 from tests.zero.parity.case import Case
-from tests.zero.parity.case_runs import Result, results_in_turn
 from tests.zero.parity.cases import CASES, DEPARTURES, QUICK
-from tests.zero.parity.training import Block, Record, differences, run_resumed, run_variant
+from tests.zero.parity.training import Block, Record, Result, differences, results_in_turn, run_resumed, run_variant
 
-CHOICE = "choice"
-"""The selection of ``make test``: its parity cases, shortened."""
-
-EVERY_CASE = ("plain", "lazy")
-"""The adversaries under which every case trains with stock and with every config block."""
-
-ONE_OF_STOCK = 5
-"""In the choice, stock is trained in every fifth case."""
-
-ONE_OF_OTHERS = 4
-"""Under the other adversaries, which sleep, every fourth case is trained, with one block."""
+CHOICE, EVERY_CASE = "choice", ("plain", "lazy")
+"""The selection of ``make test``, its parity cases shortened; and the adversaries under which every case trains with
+stock and with every config block."""
 
 MACHINE = MachineRates(
     h2d=5e10,
@@ -56,8 +47,7 @@ The cases that plan have chunks of the default size, since the profile measures 
 """
 
 
-@dataclass(frozen=True)
-class ParityArm:
+class ParityArm(NamedTuple):
     """A training run on the device. ``saved_by`` and ``resumed_by`` differ in cases that resume."""
 
     adversary: str
@@ -87,20 +77,20 @@ def selected(selection: str, world_size: int) -> Iterator[tuple[Case, list[Parit
     for position, case in enumerate(cases):
         stock: tuple[Block, ...] = () if case in DEPARTURES else (None,)
         if selection == CHOICE:
-            # One rank trains every second block, plain and lazy in turn; two ranks train every third one.
-            chosen = case.blocks[position % (world_size + 1) :: world_size + 1] or case.blocks[:1]
-            arms = [
-                arm
-                for index, block in enumerate(chosen)
-                for arm in arms_of(case, (block,), EVERY_CASE[(position + index) % 2])
-            ]
-            if position % ONE_OF_STOCK == 1:
-                arms += arms_of(case, stock, EVERY_CASE[position % 2])
-            yield shortened(case), arms
-        elif selection in EVERY_CASE:
+            # Every third block, plain and lazy in turn, and in every fifth case also stock.
+            chosen = case.blocks[position % 3 :: 3] or case.blocks[:1]
+            if position % 5 == 1:
+                chosen += stock
+            yield (
+                shortened(case),
+                [
+                    arm
+                    for index, block in enumerate(chosen)
+                    for arm in arms_of(case, (block,), EVERY_CASE[(position + index) % 2])
+                ],
+            )
+        else:
             yield case, [*arms_of(case, (*stock, *case.blocks), selection)]
-        elif position % ONE_OF_OTHERS == 0:
-            yield shortened(case), [*arms_of(case, case.blocks[position % len(case.blocks) :][:1], selection)]
 
 
 def shortened(case: Case) -> Case:
@@ -144,27 +134,19 @@ def _plans(block: Block) -> bool:
 
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
-WORLD_SIZES = {CHOICE: (1, 2), **dict.fromkeys(ADVERSARIES, (1, 2)), **dict.fromkeys(EVERY_CASE, (1, 2, 4))}
+WORLD_SIZES = {CHOICE: (1, 2), **dict.fromkeys(EVERY_CASE, (1, 2, 4))}
 """The numbers of ranks by selection of cases."""
 
 
-def params_of(selection: str, world_size: int) -> list[Any]:
-    """Return a test parameter per case; one worker of pytest-xdist trains all cases of a selection and world size."""
-    marks = [pytest.mark.xdist_group(f"parity on device {selection} {world_size}")]
-    if selection != CHOICE:
-        marks.append(pytest.mark.thorough)
-    return [
-        pytest.param(selection, case, [str(arm) for arm in arms], id=f"{selection}: {case.name}", marks=marks)
-        for case, arms in selected(selection, world_size)
-    ]
-
-
-PARAMS = [
-    param
-    for selection, world_sizes in WORLD_SIZES.items()
-    for world_size in world_sizes
-    for param in params_of(selection, world_size)
-]
+def parameters() -> Iterator[Any]:
+    """Yield a test parameter per case; one worker of pytest-xdist trains all cases of a selection and world size."""
+    for selection, world_sizes in WORLD_SIZES.items():
+        for world_size in world_sizes:
+            marks = [pytest.mark.xdist_group(f"parity on device {selection} {world_size}")]
+            marks += [] if selection == CHOICE else [pytest.mark.thorough]
+            for case, arms in selected(selection, world_size):
+                name = f"{selection}: {case.name}"
+                yield pytest.param(selection, case, [str(arm) for arm in arms], id=name, marks=marks)
 
 
 @once
@@ -178,8 +160,10 @@ def train_cases(selection: str) -> dict[str, Result]:
     return dict(results_in_turn((case.name, partial(compare, case, arms)) for case, arms in cases))
 
 
-@pytest.mark.promise("P1", "P2", "P4")
-@pytest.mark.parametrize(("selection", "case", "arms"), PARAMS)
+@pytest.mark.P1
+@pytest.mark.P2
+@pytest.mark.P4
+@pytest.mark.parametrize(("selection", "case", "arms"), list(parameters()))
 def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(
     selection: str, case: Case, arms: list[str]
 ) -> None:
@@ -198,14 +182,3 @@ def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(
                 assert found["deferred"] >= updates // 2, f"{arm}: too few deferred updates"
         # Training that changed nothing would have equal bits, too.
         assert len(set(result["numbers"]["loss"])) > 2
-
-
-def test_the_choice_has_every_case_of_make_test_and_every_kind_of_arm() -> None:
-    for world_size in WORLD_SIZES[CHOICE]:
-        chosen = {case.name: arms for case, arms in selected(CHOICE, world_size)}
-        assert chosen.keys() == {case.name for case in QUICK if case.world_size == world_size}
-        arms = [arm for arms_of_case in chosen.values() for arm in arms_of_case]
-        for adversary in EVERY_CASE:
-            blocks = [arm.resumed_by for arm in arms if arm.adversary == adversary]
-            assert None in blocks
-            assert any(blocks)

@@ -1,20 +1,20 @@
-"""Check that Hugging Face's Trainer trains, evaluates, saves and resumes on the device with the bits of the CPU.
-
-Attention is not fused, because the CPU's fused kernel has other bits.
-"""
+"""Check that Hugging Face's Trainer trains, evaluates, saves and resumes on the device with the bits of the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from accelerate import PartialState
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, training_args
 
 from tests.ranks import ranks
-from tests.software_gpu.hugging_face import keep_process_group, trainer_on_device
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import LAZY
@@ -23,8 +23,6 @@ from tests.zero.parity.case import STRIDE_2
 from tests.zero.parity.training import Block, Record, assert_same_bits, collect
 
 VOCABULARY, CONTEXT = 61, 16
-
-
 STEPS, SAVE_EVERY = 4, 2
 
 
@@ -45,10 +43,7 @@ def config(block: Block) -> dict[str, object]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-        },
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {"device": "cpu"},
@@ -94,17 +89,32 @@ def train(block: Block, folder: Path, resume_from: Path | None = None) -> Record
     return record
 
 
+@contextmanager
+def trainer_on_device() -> Iterator[None]:
+    """Let ``Trainer`` train on the lazy device: Transformers and Accelerate know GPUs of other kinds only."""
+    default = property(lambda _: torch.device(get_accelerator().current_device_name()))
+    with (
+        plugged(LAZY),
+        mock.patch.object(PartialState, "default_device", default),
+        mock.patch.object(training_args, "is_torch_bf16_gpu_available", return_value=True),
+    ):
+        yield
+
+
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
-@pytest.mark.promise("P1", "P3", "P4")
+@pytest.mark.P1
+@pytest.mark.P3
+@pytest.mark.P4
 @ranks(1, group=software_process_group)
 def test_the_trainer_has_the_bits_of_stock_on_the_cpu_also_after_a_checkpoint_of_the_other(tmp_path: Path) -> None:
-    keep_process_group()
+    # Accelerate destroys the process group after each Trainer.
+    PartialState.destroy_process_group = lambda *_: None
     saved = {name: tmp_path / name / f"checkpoint-{SAVE_EVERY}" for name in ("stock", "plugin")}
     from_start = train(None, tmp_path / "stock")
     resumed = train(None, tmp_path / "resumed", saved["stock"])
-    with plugged(LAZY), trainer_on_device():
+    with trainer_on_device():
         stock = train(None, tmp_path / "stock on the device")
         plugin = train(STRIDE_2, tmp_path / "plugin")
         from_stock = train(STRIDE_2, tmp_path / "from stock", saved["stock"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_optimizer_state
 
+from tests.kernels.intercepted import before_each_update
 from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.training import Block, Record, collect, real_numel
 
@@ -139,6 +143,16 @@ def seen(scenario: Scenario, block: Block) -> list[tuple[str, object]]:
     return found
 
 
+def slow_updates(variant: BehaviourVariant) -> AbstractContextManager[object]:
+    """Let the plugin's updates last longer than an engine takes to read the parameters that it is created for."""
+
+    def sleep(_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+
+    return before_each_update(sleep) if variant.optimizers else nullcontext()
+
+
 def inputs(step: int, dtype: torch.dtype = torch.bfloat16, rows: int = 2) -> torch.Tensor:
     """Return this rank's inputs of that step, of shape [rows, ``WIDTH``]."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -218,9 +232,9 @@ def unequal(expected: list[tuple[str, Any]], found: list[tuple[str, Any]]) -> li
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal to the bit."""
+    """Return whether two values are equal to the bit, and tensors on the same device."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False
         return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
     return type(one) is type(other) and repr(one) == repr(other)

@@ -1,29 +1,25 @@
-"""Run scenarios that read, write or move parameters and states, end engines, or have unusual models."""
+"""Run scenarios that read, write, assign or move parameters and states, and scenarios with several engines."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed import utils
 from deepspeed.runtime.zero import unwrap_model_for_generation
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.offload_states import get_state_devices
-from deepspeed.utils import (
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-    safe_update_full_grad_vectorized,
-)
 
 from tests.zero.behaviour.behaviour_variant import (
+    BLOCK,
     BY_DTYPE,
-    WIDTH,
+    FP16,
     BehaviourNet,
     BehaviourVariant,
     Seen,
@@ -35,20 +31,30 @@ from tests.zero.behaviour.behaviour_variant import (
     moments,
     params,
     raised,
+    slow_updates,
     train,
 )
 from tests.zero.parity.training import shared_folder
 
+BLOCKS: tuple[dict[str, Any], ...] = (
+    {"placement": "cpu"},
+    {"placement": "stride", "update_stride": 2},
+    {"placement": "streamed", "num_slots": 1},
+    {"placement": [{"match": "*", "states": "resident"}]},
+    {"placement": "streamed", "overlap_forward": False},
+    {"placement": "cpu", "eager": True},
+)
+"""One for each placement, one in which updates end inside ``step()``, and one in which they start in backward."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Kept = Iterator[torch.Tensor]
+"""The tensors that a script keeps after it has assigned to states."""
+
 
 def fragments(variant: BehaviourVariant) -> Seen:
-    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters.
-
-    Gradients are written in the model's dtype, as values and by a function of them.
-    """
+    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters."""
     for dtype, changes in BY_DTYPE.items():
         model = BehaviourNet()
-        for param in model.layers[1].parameters():
-            param.requires_grad_(False)
+        model.layers[1].requires_grad_(False)
         engine = variant.engine(model, **changes)
         all_params = list(model.parameters())
         for step in range(4):
@@ -56,37 +62,44 @@ def fragments(variant: BehaviourVariant) -> Seen:
             yield from gradients(engine)
             yield from params(engine)
             for param in all_params:
-                yield "local", (safe_get_local_fp32_param(param) is None, safe_get_local_grad(param) is None)
+                yield "has a master", utils.safe_get_local_fp32_param(param) is not None
+                yield "has a gradient", utils.safe_get_local_grad(param) is not None
                 value = torch.linspace(-0.1, 0.1 + step, param.ds_numel).view(param.ds_shape)
                 if step == 1:
-                    safe_set_full_fp32_param(param, value)
-                    safe_set_full_grad(param, value.to(dtype))
+                    utils.safe_set_full_fp32_param(param, value)
+                    utils.safe_set_full_grad(param, value.to(dtype))
             if step > 1:
-                safe_update_full_grad_vectorized(all_params, lambda grad, param, dtype=dtype: (grad * 0.5).to(dtype))
+                utils.safe_update_full_grad_vectorized(all_params, lambda grad, param: grad * 0.5)
+            if step == 3:
+                for grads in engine.optimizer.get_fp32_grad_partitions().values():
+                    for grad in grads.values():
+                        yield "partition on", str(grad.device)
+                        grad.mul_(0.5)
             yield from gradients(engine)
             engine.step()
-            yield from params(engine)
-            yield from moments(engine)
+            yield from everything(engine)
             for param in all_params:
                 value = torch.linspace(0.0, 0.1, param.ds_numel).view(param.ds_shape)
                 part = torch.linspace(0.0, 0.1, param.ds_tensor.numel())
                 if step == 0:
-                    safe_set_full_optimizer_state(param, value, "exp_avg")
-                    safe_set_full_fp32_param(param, value)
+                    utils.safe_set_full_optimizer_state(param, value, "exp_avg")
+                    utils.safe_set_full_fp32_param(param, value)
                 elif step == 1:
-                    safe_set_local_optimizer_state(param, part, "exp_avg_sq")
-                    safe_set_local_fp32_param(param, part)
-            yield from params(engine)
-            yield from moments(engine)
+                    utils.safe_set_local_optimizer_state(param, part, "exp_avg_sq")
+                    utils.safe_set_local_fp32_param(param, part)
+            yield from everything(engine)
             yield from counters(engine)
         yield from final_states(engine)
 
 
-def moments_in_the_dtype_of_the_masters(variant: BehaviourVariant) -> Seen:
-    """Assign such moments, and load a checkpoint inside an accumulation window, which converts them with bf16 masters.
+def everything(engine: Any) -> Seen:
+    yield from gradients(engine)
+    yield from params(engine)
+    yield from moments(engine)
 
-    The sums of the window stay.
-    """
+
+def moments_in_the_dtype_of_the_masters(variant: BehaviourVariant) -> Seen:
+    """Assign such moments, and load a checkpoint, which converts them with bf16 masters, inside a window."""
     for block in ({}, {"placement": "cpu"}, {"placement": "streamed"}):
         variant.replace_block(block)
         engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
@@ -139,70 +152,41 @@ def partitions_that_the_caller_replaces(variant: BehaviourVariant) -> Seen:
     yield from final_states(engine)
 
 
-def one_engine_after_another(variant: BehaviourVariant) -> Seen:
-    """Create an engine for the model of a destroyed engine, and one for another model; destroy them during updates."""
-    torch.manual_seed(1)
-    model = BehaviourNet()
-    first = variant.engine(model)
-    yield from train(first)
-    first.destroy()
-    again = variant.engine(model)
-    other = variant.engine(BehaviourNet(2))
-    for step in range(3):
-        yield from train(again, 1, first=step)
-        yield from train(other, 1, first=step)
-    yield from final_states(again)
-    yield from final_states(other)
-    other.destroy()
-    yield from train(again, 2)
+def parameters_in_place(variant: BehaviourVariant) -> Seen:
+    """Read and write parameters right after the step: stock computes with the changed ones until the next update."""
+    yield from variant.in_each(({"placement": "cpu"}, BLOCK, {"placement": "streamed"}), read_and_write_in_place)
 
 
-class Tied(torch.nn.Module):
-    """A model with parameters that are used twice, used outside their module, and returned by it.
-
-    It is created under nested contexts of ``zero.Init``.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(11, WIDTH)
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            self.inner = BehaviourNet(2)
-        self.bias = Returned()
-        self.head = torch.nn.Linear(WIDTH, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = (x.float().abs() * 5).long() % 11
-        x, bias = self.bias(self.inner(self.embed(tokens).mean(1)))
-        return self.head(x + bias)
+def read_and_write_in_place(variant: BehaviourVariant, _: int) -> Seen:
+    # On one rank, a persistent parameter is the same memory that the update writes.
+    for threshold in (10**9, 20):
+        torch.manual_seed(4)
+        engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": threshold})
+        with slow_updates(variant):
+            for step in range(4):
+                yield from train(engine, 1, first=step)
+                yield from (("in place", param.data.clone()) for param in engine.module.parameters())
+                for param in list(engine.module.parameters())[step % 2 :: 2]:
+                    param.data.mul_(1.5).add_(0.01)
+        yield from final_states(engine)
 
 
-class Returned(torch.nn.Module):
-    """A module that also returns its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(x) * self.weight, self.weight
+def reads_during_an_update(variant: BehaviourVariant) -> Seen:
+    """Gather parameters, and read states, while the update of the last step runs, and compute with its results."""
+    yield from variant.in_each((BLOCKS[0], BLOCKS[3]), read_during_an_update)
 
 
-def nested_contexts(variant: BehaviourVariant) -> Seen:
-    config = variant.config()
-    with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
-        model = Tied(config)
-        with deepspeed.zero.GatheredParameters(model.embed.weight, modifier_rank=0):
-            if dist.get_rank() == 0:
-                model.embed.weight.data.fill_(0.25)
-    engine = variant.engine(model)
-    yield from train(engine)
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-        if dist.get_rank() == 0:
-            model.bias.weight.data.mul_(0.5)
-    yield from train(engine)
-    yield from final_states(engine)
+def read_during_an_update(variant: BehaviourVariant, _: int) -> Seen:
+    torch.manual_seed(4)
+    engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": 0})
+    with slow_updates(variant):
+        for step in range(3):
+            yield from train(engine, 2, first=3 * step)
+            everything = list(engine.module.parameters())
+            with deepspeed.zero.GatheredParameters(everything):
+                yield from (("gathered", param.data.clone()) for param in everything)
+            yield from train(engine, 1, first=3 * step + 2)
+            yield from moments(engine)
 
 
 def generation(variant: BehaviourVariant) -> Seen:
@@ -221,90 +205,190 @@ def generation(variant: BehaviourVariant) -> Seen:
     yield from final_states(engine)
 
 
-def no_optimizer(variant: BehaviourVariant) -> Seen:
-    """Run inference without an optimizer: the config block has no effect."""
-    model = BehaviourNet().requires_grad_(False)
-    engine, *_ = deepspeed.initialize(model=model, config=variant.config(optimizer=None))
-    yield "class", type(engine.optimizer).__name__
-    with torch.no_grad():
-        yield "output", engine(inputs(0)).clone()
-    yield "backward", raised(lambda: engine.backward(torch.zeros((), requires_grad=True)))
-    engine.destroy()
+def states(engine: Any) -> list[dict[str, Any]]:
+    """Return the state of each sub-group."""
+    return [engine.optimizer.state[master] for master in engine.optimizer.fp32_partitioned_groups_flat]
 
 
-def reductions(variant: BehaviourVariant) -> Seen:
-    """Train with the settings that choose how gradients are reduced, and in which dtype."""
-    for zero, changes in (
-        (
-            {"overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False},
-            {"gradient_predivide_factor": 4.0},
-        ),
-        (
-            {"overlap_comm": True, "reduce_bucket_size": 10, "stage3_allgather_sequential": True},
-            {"gradient_clipping": 0.01},
-        ),
-        (
-            {"stage3_use_all_reduce_for_fetch_params": True, "stage3_max_reuse_distance": 0},
-            {"communication_data_type": "fp32"},
-        ),
-        ({}, {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}),
-    ):
-        engine = variant.engine(BehaviourNet(), zero_optimization=zero, gradient_accumulation_steps=2, **changes)
-        yield from train(engine, 4)
-        yield from gradients(engine)
-        yield from final_states(engine)
+def filled(like: torch.Tensor, value: float) -> torch.Tensor:
+    """Return a tensor that is different on each rank and in each sub-group, and never negative."""
+    return torch.linspace(value, 2 * value + 0.01 * dist.get_rank(), like.numel())
 
 
-class SingleRankGroups:
-    """An ``mpu`` whose data-parallel groups have one rank each: each rank trains its own model."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def get_data_parallel_group(self) -> Any:
-        return self._group
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_group(self) -> None:
-        return None
+def moments_of_zeros(engine: Any) -> Kept:
+    for state in states(engine):
+        for key in MOMENTS:
+            state[key] = torch.zeros_like(state[key])
+            yield state[key]
 
 
-def data_parallel_groups_of_an_mpu(variant: BehaviourVariant) -> Seen:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    engine = variant.engine(
-        BehaviourNet(), {"mpu": SingleRankGroups(groups[dist.get_rank()]), "dist_init_required": False}
-    )
-    yield from train(engine, 4)
-    yield from params(engine)
-    for master in engine.optimizer.fp32_partitioned_groups_flat:
-        yield "master", master.data.clone()
+def moments_by_data(engine: Any) -> Kept:
+    for state in states(engine)[1:]:
+        state["exp_avg"].data = filled(state["exp_avg"], 0.02)
+        yield state["exp_avg"]
 
 
-def gradients_that_are_switched(variant: BehaviourVariant) -> Seen:
-    """Freeze every other parameter in a step, and the others in the next; count the steps.
+def masters_by_data(engine: Any) -> Kept:
+    for master in engine.optimizer.fp32_partitioned_groups_flat[1:]:
+        master.data = master.data * 0.5
+        yield master
 
-    The numbers are not compared, because stock reuses old gradients.
-    """
-    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=2)
-    for step in range(6):
-        for index, param in enumerate(engine.module.parameters()):
-            param.requires_grad = index % 2 == step // 2 % 2
-        engine.backward(loss_of(engine(inputs(step))))
-        engine.step()
-        for param in engine.module.parameters():
-            param.requires_grad = True
-        yield "global steps", engine.global_steps
+
+def masters_of_new_tensors(engine: Any) -> Kept:
+    """Replace a master by another tensor: one with the states of the old tensor, and one without states."""
+    listed, by_master = engine.optimizer.fp32_partitioned_groups_flat, engine.optimizer.state
+    for index in (0, 2):
+        old = listed[index]
+        new = old.detach().clone().mul_(0.75).requires_grad_()
+        # Stock sums gradients there; the plugin has them elsewhere.
+        new.grad = old.grad
+        state = by_master.pop(old)
+        if index == 0:
+            by_master[new] = state
+        listed[index] = new
+        yield new
+
+
+def deleted_and_emptied_states(engine: Any) -> Kept:
+    masters = engine.optimizer.fp32_partitioned_groups_flat
+    del engine.optimizer.state[masters[0]]
+    engine.optimizer.state[masters[1]].clear()
+    engine.optimizer.state[masters[2]] = {}
+    yield from ()
+
+
+def numbers_of_steps(engine: Any) -> Kept:
+    values = (0, 7, np.int64(3), torch.tensor(2), torch.tensor(5.0), True, np.float32(4))
+    for state, step in zip(states(engine), (value for _ in range(9) for value in values), strict=False):
+        state["step"] = step
+    yield from ()
+
+
+def replaced_dictionaries(engine: Any) -> Kept:
+    """Replace the whole dictionary of states, as a script does that restores its own checkpoint."""
+    by_master = engine.optimizer.state
+    new = type(by_master)(dict)
+    for master, state in by_master.items():
+        new[master] = {"step": 1, **{key: state[key].clone().mul_(0.5) for key in MOMENTS}, "of the script": 3}
+    engine.optimizer.state = new
+    yield from (state[key] for state in new.values() for key in MOMENTS)
+
+
+ASSIGNMENTS: tuple[Callable[[Any], Kept], ...] = (
+    moments_of_zeros,
+    moments_by_data,
+    masters_by_data,
+    masters_of_new_tensors,
+    deleted_and_emptied_states,
+    numbers_of_steps,
+    replaced_dictionaries,
+)
+
+
+def assigned_states(variant: BehaviourVariant) -> Seen:
+    """Assign to states between two steps, and between backward and the step, in every placement."""
+    yield from variant.in_each(BLOCKS, assigned_in_turn)
+
+
+def assigned_in_turn(variant: BehaviourVariant, _: int) -> Seen:
+    torch.manual_seed(3)
+    # Several sub-groups are of equal size, with one rank and with two.
+    engine = variant.engine(BehaviourNet(), zero_optimization={"sub_group_size": 90})
+    yield from train(engine, 2)
+    for index, assign in enumerate(ASSIGNMENTS):
+        step = 3 * index
+        kept: list[torch.Tensor] = []
+        if index % 2:
+            engine.backward(loss_of(engine(inputs(step))))
+            kept.extend(assign(engine))
+            engine.step()
+        else:
+            kept.extend(assign(engine))
+        yield from train(engine, 1, first=step + 1)
+        yield f"keys after {assign.__name__}", [sorted(state) for state in states(engine)]
+        yield f"steps after {assign.__name__}", [state["step"] for state in states(engine)]
+        yield from moments(engine)
+        # The update writes to the tensors that the script has kept.
+        yield from (("kept", tensor.detach().clone()) for tensor in kept)
+        yield from train(engine, 1, first=step + 2)
+    yield from final_states(engine)
+
+
+def states_assigned_before_a_skipped_step(variant: BehaviourVariant) -> Seen:
+    """Skip the step after states were cleared: stock starts from zeros in the step after that."""
+    engine = variant.engine(BehaviourNet(), **FP16)
+    yield from train(engine, 2, torch.float16)
+    engine.optimizer.state[engine.optimizer.fp32_partitioned_groups_flat[0]].clear()
+    states(engine)[1]["exp_avg"] = filled(states(engine)[1]["exp_avg"], 0.1)
+    engine.backward(loss_of(engine(inputs(2, torch.float16))) * float("inf"))
+    engine.step()
+    yield from counters(engine)
+    yield "keys", [sorted(state) for state in states(engine)]
+    yield "assigned", states(engine)[1]["exp_avg"].clone()
+    yield from train(engine, 2, torch.float16, first=3)
+    yield from final_states(engine)
+
+
+def saved_states_that_were_assigned(variant: BehaviourVariant) -> Seen:
+    """Save before and after the update that uses assigned and cleared states, and load both checkpoints."""
+    engine = variant.engine(BehaviourNet())
+    yield from train(engine, 2)
+    with shared_folder() as folder:
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        engine.optimizer.state[masters[0]].clear()
+        states(engine)[1]["exp_avg"] = filled(states(engine)[1]["exp_avg"], 0.1)
+        param = engine.optimizer.fp16_groups[1][0]
+        yield "read before the update", utils.safe_get_full_optimizer_state(param, "exp_avg").clone()
+        cleared = engine.optimizer.fp16_groups[0][0]
+        yield "cleared", raised(lambda: utils.safe_get_local_optimizer_state(cleared, "exp_avg"))
+        engine.save_checkpoint(str(folder), tag="before")
+        yield from saved(folder, "before")
+        yield from train(engine, 1, first=2)
+        engine.save_checkpoint(str(folder), tag="after")
+        yield from saved(folder, "after")
+        for tag in ("before", "after"):
+            engine.load_checkpoint(str(folder), tag=tag)
+            yield from train(engine, 2, first=3)
+            yield from final_states(engine)
+
+
+def saved(folder: Path, tag: str) -> Seen:
+    """Yield the states in this rank's file."""
+    (path,) = folder.glob(f"{tag}/*zero_pp_rank_{dist.get_rank()}_*optim_states.pt")
+    file = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    yield "saved masters", [master.tolist() for master in file["fp32_flat_groups"]]
+    for index, state in sorted(file["optimizer_state_dict"]["state"].items()):
+        yield f"saved keys of {index}", sorted(state)
+        yield f"saved state of {index}", {key: np.asarray(value).tolist() for key, value in sorted(state.items())}
+
+
+def second_engines(variant: BehaviourVariant) -> Seen:
+    """Create engines on modules whose last update is in flight: for training, and without an optimizer."""
+    yield from variant.in_each(BLOCKS[:4], second_engine)
+    first = variant.engine(BehaviourNet())
+    with slow_updates(variant):
+        yield from train(first, 2)
+        evaluating, *_ = deepspeed.initialize(model=first.module, config=variant.config(optimizer=None))
+        with torch.no_grad():
+            yield "evaluated", evaluating(inputs(9)).clone()
+
+
+def second_engine(variant: BehaviourVariant, index: int) -> Seen:
+    torch.manual_seed(4)
+    first = variant.engine(BehaviourNet())
+    module = first.module
+    with slow_updates(variant):
+        yield from train(first, 2)
+        if index % 2:
+            # DeepSpeed's hooks on the module keep the engine.
+            variant.forget(first)
+            del first
+            gc.collect()
+        second = variant.engine(module)
+        yield "masters", [master.tolist() for master in second.optimizer.fp32_partitioned_groups_flat]
+    yield from train(second, 2, first=2)
+    yield from params(second)
+    yield from final_states(second)
 
 
 SCENARIOS = (
@@ -312,11 +396,11 @@ SCENARIOS = (
     moments_in_the_dtype_of_the_masters,
     states_that_move,
     partitions_that_the_caller_replaces,
-    one_engine_after_another,
-    nested_contexts,
+    parameters_in_place,
+    reads_during_an_update,
     generation,
-    no_optimizer,
-    reductions,
-    data_parallel_groups_of_an_mpu,
-    gradients_that_are_switched,
+    assigned_states,
+    states_assigned_before_a_skipped_step,
+    saved_states_that_were_assigned,
+    second_engines,
 )

@@ -2,92 +2,301 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.zero.step.eager import LAST_STEPS
+from deep_opt_states.zero.step.gathers import Gathers
+from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.host_layout import KEYS_OF_STATES
-from tests.ranks import on_ranks, once
-from tests.zero.behaviour import assigned, backwards, experts, states, steps
-from tests.zero.behaviour.behaviour_variant import BASE, run
+from tests.ranks import on_ranks, once, ranks
+from tests.tiers import thorough
+from tests.zero.behaviour import states, trainings
+from tests.zero.behaviour.behaviour_variant import (
+    BASE,
+    BehaviourNet,
+    BehaviourVariant,
+    final_states,
+    inputs,
+    loss_of,
+    run,
+    slow_updates,
+    train,
+    unequal,
+)
+from tests.zero.behaviour.sequence_ranks import trained
 from tests.zero.on_accelerator import GROUPS
+from tests.zero.parity.case import CPU, eager
+from tests.zero.parity.training import Block, counted_speculations, shared_folder, wait_for_speculations
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for module in (backwards, steps, states, experts, assigned)
-    for scenario in module.SCENARIOS
-}
+SCENARIOS = {scenario.__name__: scenario for scenario in (*trainings.SCENARIOS, *states.SCENARIOS)}
 OF_STATES = (
     "fragments",
     "states_that_move",
     "moments_in_the_dtype_of_the_masters",
-    "gradients_that_the_caller_clips",
-    "gradients_that_the_caller_replaces",
+    "gradients_that_the_caller_changes",
     "states_assigned_before_a_skipped_step",
     "second_engines",
 )
 """The scenarios that depend on the dtypes of the states."""
+ON_DEVICE = ("fragments", "partitions_that_the_caller_replaces", "learning_rates", "assigned_states", "second_engines")
+"""The scenarios of ``make test`` on the GPU in software, where nothing is executed before it is waited for."""
 
-ON_DEVICE = (
-    "nested_contexts",
-    "partitions_that_the_caller_replaces",
-    "learning_rates",
-    "assigned_states",
-    "second_engines",
+Started = tuple[int, tuple[str, ...], str, str]
+"""A start of ranks: their number, the scenarios that run one after the other, the accelerator and the dtypes."""
+QUICK: tuple[Started, ...] = (
+    (1, tuple(SCENARIOS), "cpu", "fp32"),
+    *((1, OF_STATES, "cpu", dtypes) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
+    (2, ON_DEVICE, "software_gpu", "fp32"),
 )
-"""The scenarios of ``make test`` on the GPU in software. In the first, the next forward must wait for the writes."""
-
-
-@dataclass(frozen=True)
-class BehaviourRun:
-    """One start of ranks, in which the scenarios run one after the other.
-
-    On the GPU in software, nothing is executed before it is waited for, so that a missing wait shows.
-    """
-
-    world_size: int
-    names: tuple[str, ...] = tuple(SCENARIOS)
-    on: str = "cpu"
-    dtypes: str = "fp32"
-    thorough: bool = False
-
-    def parameters(self) -> Iterator[Any]:
-        """Yield a test parameter for each scenario. One worker of pytest-xdist runs them all."""
-        options = f"{self.world_size} ranks, {self.on}, {self.dtypes}, {len(self.names)} scenarios"
-        marks = [pytest.mark.xdist_group(options), *([pytest.mark.thorough] if self.thorough else [])]
-        for name in self.names:
-            yield pytest.param(self, name, id=f"{name}, {options}", marks=marks)
-
-
-RUNS = (
-    BehaviourRun(1),
-    BehaviourRun(2, thorough=True),
-    *(BehaviourRun(1, OF_STATES, dtypes=dtypes) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
-    *(BehaviourRun(2, OF_STATES, dtypes=dtypes, thorough=True) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
-    BehaviourRun(2, ON_DEVICE, on="software_gpu"),
-    *(BehaviourRun(world_size, on="software_gpu", thorough=True) for world_size in (1, 2)),
+THOROUGH: tuple[Started, ...] = (
+    (2, tuple(SCENARIOS), "cpu", "fp32"),
+    *((2, OF_STATES, "cpu", dtypes) for dtypes in KEYS_OF_STATES if dtypes != "fp32"),
+    *((world_size, tuple(SCENARIOS), "software_gpu", "fp32") for world_size in (1, 2)),
 )
+
+
+def parameters() -> Iterator[Any]:
+    """Yield a test parameter for each scenario of each start. One worker of pytest-xdist runs those of a start."""
+    for started in (*QUICK, *THOROUGH):
+        world_size, names, on, dtypes = started
+        group = f"{world_size} ranks, {on}, {dtypes}, {len(names)} scenarios"
+        marks = [pytest.mark.xdist_group(group), *([pytest.mark.thorough] if started in THOROUGH else [])]
+        yield from (pytest.param(started, name, id=f"{name}, {group}", marks=marks) for name in names)
 
 
 @once
-def compared(ranks: BehaviourRun) -> list[dict[str, dict[str, Any]]]:
+def compared(world_size: int, names: tuple[str, ...], on: str, dtypes: str) -> list[dict[str, dict[str, Any]]]:
     """Return the findings of each rank in each scenario."""
-    return on_ranks(ranks.world_size, compare, ranks.dtypes, ranks.names, group=GROUPS[ranks.on], timeout_s=900)
+    return on_ranks(world_size, compare, names, dtypes, group=GROUPS[on], timeout_s=900)
 
 
-def compare(dtypes: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def compare(names: tuple[str, ...], dtypes: str) -> dict[str, dict[str, Any]]:
     # DeepSpeed requires instructions that this CPU may not have. PyTorch supports fp16 on every CPU.
     get_accelerator().is_fp16_supported = lambda: True
     BASE["bf16"].update(dict.fromkeys(KEYS_OF_STATES[dtypes], True))
     return {name: run(SCENARIOS[name]) for name in names}
 
 
-@pytest.mark.promise("P1")
-@pytest.mark.parametrize(("ranks", "name"), [parameter for ranks in RUNS for parameter in ranks.parameters()])
-def test_callers_see_the_same_values_as_with_stock(ranks: BehaviourRun, name: str) -> None:
-    for rank, by_name in enumerate(compared(ranks)):
+@pytest.mark.P1
+@pytest.mark.parametrize(("started", "name"), list(parameters()))
+def test_callers_see_the_same_values_as_with_stock(started: Started, name: str) -> None:
+    for rank, by_name in enumerate(compared(*started)):
         assert by_name[name]["differences"] == [], f"rank {rank}"
         assert by_name[name]["seen"] > 3
+
+
+@pytest.mark.P1
+@pytest.mark.parametrize(
+    ("on", "world_size", "seeds"),
+    [
+        ("cpu", 1, range(2)),
+        ("cpu", 2, range(2, 4)),
+        ("software_gpu", 1, range(1)),
+        pytest.param("cpu", 2, range(4, 6), marks=pytest.mark.thorough),
+        pytest.param("software_gpu", 1, range(1, 9), marks=pytest.mark.thorough),
+        pytest.param("software_gpu", 2, range(2, 8), marks=pytest.mark.thorough),
+    ],
+)
+def test_random_sequences_of_calls_see_the_bits_of_stock(on: str, world_size: int, seeds: range) -> None:
+    on_ranks(world_size, compare_sequences, seeds, group=GROUPS[on], timeout_s=900)
+
+
+def compare_sequences(seeds: range) -> None:
+    pending = speculated = 0
+    for seed in seeds:
+        with counted_speculations() as counts:
+            found = trained(seed)
+        assert found["differences"] == [], found
+        pending += found["pending"]
+        speculated += counts.kept + counts.void
+    assert pending > 5 * len(seeds), "too few calls while an update was pending"
+    # Updates start in backward with odd seeds.
+    assert speculated > 0 or not any(seed % 2 for seed in seeds)
+
+
+def do_nothing(*_: Any) -> None:
+    pass
+
+
+_wait = Update.wait
+
+
+def wait_unless_for_states(update: Update, *, states: bool = False) -> None:
+    if not states:
+        _wait(update)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "replacement"),
+    [
+        pytest.param(Executor, "publish", do_nothing, id="forward does not wait"),
+        pytest.param(Gathers, "_finish_update", do_nothing, id="other gathers do not wait"),
+        pytest.param(Update, "wait", wait_unless_for_states, id="readers of states do not wait"),
+        pytest.param(Executor, "sync_states_to_host", do_nothing, id="states on the accelerator are not written back"),
+    ],
+)
+@ranks(1)
+def test_each_wait_that_is_removed_is_noticed(owner: type, method: str, replacement: Callable[..., Any]) -> None:
+    with mock.patch.object(owner, method, replacement):
+        found = run(states.reads_during_an_update)["differences"]
+    assert found
+    # An exception would not show that a caller sees other values.
+    assert not any("Traceback" in line for line in found), found
+
+
+class OneOfTwoLayers(BehaviourNet):
+    """Layers of which the first one computes alone if ``alone``."""
+
+    alone = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) if self.alone else super().forward(x)
+
+
+def backward(engine: Any, step: int, factor: float = 1.0) -> None:
+    """Run backward, and wait until the steps that it has started are done."""
+    engine.backward(loss_of(engine(inputs(step))) * factor)
+    wait_for_speculations(engine)
+
+
+def after_an_interrupted_step(engine: Any) -> None:
+    """Interrupt a step when the gradients are complete. The next backward does not reach the second layer."""
+    backward(engine, 0)
+    interrupted = mock.patch.object(engine.optimizer, "_optimizer_step", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.module.alone = True
+    backward(engine, 2)
+    engine.step()
+
+
+def after_a_boundary_that_was_none(engine: Any) -> None:
+    """Run another micro-batch after one that was declared the last."""
+    for step, is_last in enumerate((True, False)):
+        engine.set_gradient_accumulation_boundary(is_last)
+        backward(engine, step)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+
+
+def with_a_learning_rate_in_a_tensor(engine: Any) -> None:
+    """Change the learning rate in place between backward and the step."""
+    rate = engine.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+    for step in range(3):
+        backward(engine, step)
+        rate.mul_(0.5)
+        engine.step()
+
+
+@pytest.mark.P1
+@pytest.mark.parametrize(
+    "order", [after_an_interrupted_step, after_a_boundary_that_was_none, with_a_learning_rate_in_a_tensor]
+)
+@ranks(1)
+def test_no_order_of_calls_commits_a_step_of_old_gradients_or_of_an_old_learning_rate(
+    order: Callable[[Any], None],
+) -> None:
+    """Compare with units that are not eager: stock keeps old gradients."""
+    found = []
+    for block in (CPU, eager(CPU)):
+        torch.manual_seed(1)
+        variant = BehaviourVariant(block)
+        # Without clipping, which DeepSpeed's default would do, and which would make each speculation void.
+        engine = variant.engine(OneOfTwoLayers(2), gradient_clipping=0.0)
+        backward(engine, 9)
+        engine.step()
+        with counted_speculations() as counts:
+            order(engine)
+        found.append(list(final_states(engine)))
+        variant.close()
+    assert unequal(*found) == []
+    assert counts.void > 0
+
+
+def write_gathered(engine: Any) -> None:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        for param in engine.module.parameters():
+            param.data.mul_(0.5)
+
+
+def offload_and_reload(engine: Any) -> None:
+    engine.offload_states()
+    engine.reload_states()
+
+
+def save_and_load(engine: Any) -> None:
+    with shared_folder() as folder:
+        engine.save_checkpoint(str(folder))
+        engine.load_checkpoint(str(folder))
+
+
+@pytest.mark.P1
+@pytest.mark.parametrize("call", [write_gathered, offload_and_reload, save_and_load])
+@ranks(thorough(1), 2)
+def test_calls_between_backward_and_step_see_and_give_the_bits_of_stock(call: Callable[[Any], None]) -> None:
+    """Call after the steps that backward has started are done, and while one of them runs."""
+    seen: list[list[tuple[str, Any]]] = []
+    for block in (None, eager(CPU)):
+        torch.manual_seed(5)
+        variant = BehaviourVariant(block)
+        engine = variant.engine(BehaviourNet(), gradient_clipping=0.0)
+        values = list(train(engine, 1))
+        with slow_updates(variant), counted_speculations() as counts:
+            for step in (1, 2):
+                engine.backward(loss_of(engine(inputs(step))))
+                if step == 1:
+                    wait_for_speculations(engine)
+                call(engine)
+                with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                    values += [("gathered", param.data.clone()) for param in engine.module.parameters()]
+                engine.step()
+                values += [*final_states(engine), *train(engine, 1, first=8 + step), *final_states(engine)]
+        seen.append(values)
+        variant.close()
+    assert unequal(*seen) == []
+    assert counts.kept + counts.void > 0
+
+
+STEPS, SKIPPED, CLIPPED = 32, 4, range(5, 10)
+"""With the skipped one, the clipped steps are more than a quarter of the last 20 steps."""
+
+
+def train_with_clipped_steps(block: Block) -> tuple[Any, list[tuple[int, str]], list[int]]:
+    """Return the states, the lines of the log with the number of their step, and the speculated units of each step."""
+    torch.manual_seed(5)
+    lines: list[tuple[int, str]] = []
+    speculated = []
+    variant = BehaviourVariant(block)
+    engine = variant.engine(BehaviourNet())
+    for step in range(STEPS):
+        engine.optimizer.clip_grad = 1e-3 if step in CLIPPED else 0.0
+        log = mock.patch("deep_opt_states.log.info", lambda line, step=step: lines.append((step, line)))
+        with log, counted_speculations() as counts:
+            backward(engine, step, float("inf") if step == SKIPPED else 1.0)
+            engine.step()
+        speculated.append(counts.kept + counts.void)
+    states = list(final_states(engine))
+    variant.close()
+    return states, lines, speculated
+
+
+@ranks(thorough(1), 2)
+def test_updates_in_backward_pause_while_many_steps_are_clipped_or_skipped() -> None:
+    stock, *_ = train_with_clipped_steps(None)
+    ours, lines, speculated = train_with_clipped_steps(eager(CPU))
+    assert unequal(stock, ours) == []
+    # The skipped step was the first of them.
+    last, again = CLIPPED[-1], SKIPPED + LAST_STEPS
+    assert [(step, line.partition(":")[0]) for step, line in lines] == [
+        (last, "updates in backward stop"),
+        (again, "updates in backward start again"),
+    ]
+    assert [number > 0 for number in speculated] == [step <= last or step > again for step in range(STEPS)]

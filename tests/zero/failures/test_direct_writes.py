@@ -1,7 +1,8 @@
-"""Check that ``DEEP_OPT_STATES_CHECK=1`` names the parameters to which a script has written without a wait."""
+"""Check what is logged of a script: direct writes to parameters, and no warning of PyTorch on its scheduler."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,10 +11,13 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states.names import CHECK_SWITCH
 from tests.ranks import ranks
 from tests.zero.behaviour.behaviour_variant import BehaviourNet, BehaviourVariant, final_states, train, unequal
+from tests.zero.parity.case import STRIDE_2, Case
+from tests.zero.parity.parity_model import ParityNet, batch
 
 
 def write_directly(engine: Any) -> None:
@@ -64,7 +68,7 @@ def logged_by_training_with(write: Callable[[Any], None]) -> list[str]:
     return logged
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @ranks(1, 2)
 @mock.patch.dict("os.environ", {CHECK_SWITCH: "1"})
 def test_direct_writes_are_named_once_and_known_writes_are_not() -> None:
@@ -76,3 +80,26 @@ def test_direct_writes_are_named_once_and_known_writes_are_not() -> None:
         assert "modifier_rank" in line
     for write in (write_gathered, write_to_flat_buffers, write_nothing):
         assert logged_by_training_with(write) == [], write.__name__
+
+
+@ranks(2)
+def test_a_client_scheduler_is_stepped_without_a_warning() -> None:
+    """Check that PyTorch does not warn that a scheduler was stepped before its optimizer."""
+    case = Case(name="client", blocks=(STRIDE_2,), world_size=2, schedule=False)
+    config = case.ds_config(STRIDE_2)
+    del config["optimizer"]
+    model = ParityNet(case)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=DeepSpeedCPUAdam(model.parameters(), lr=1e-3),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+            config=config,
+        )
+        for step in range(3):
+            x, target = batch(case, dist.get_rank(), step, torch.bfloat16)
+            engine.backward(engine(x, target, None, 1.0))
+            engine.step()
+    assert engine.get_lr() == [1e-3 / 8]
+    assert [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)] == []

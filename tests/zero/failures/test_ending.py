@@ -36,21 +36,19 @@ PHASES = ("forward", "backward", "step", "update", "save")
 
 WAYS = {
     "ends": (2,),
-    "raises": (1, 2),
+    "raises": (2,),
     "update fails": (1,),
     "rank 0 raises": (2,),
     "update hangs": (1,),
     "destroys the group": (2,),
     "SIGTERM": (2,),
-    "SIGTERM with a handler": (2,),
     **{f"SIGTERM in {phase}": (2,) for phase in PHASES},
 }
 """The ways to end, each with the numbers of ranks to try.
 
 ``rank 0 raises``: rank 1 continues. ``update hangs``: one update never ends. ``destroys the group``: the script
-destroys the process group, and not the engine. ``SIGTERM with a handler``: the script has
-installed a handler that exits. So it has for ``SIGTERM in`` a phase after its first step and checkpoint; ``update`` is
-a moment at which the worker updates.
+destroys the process group, and not the engine. ``SIGTERM in`` a phase after the first step and checkpoint comes to a
+script with a handler that exits; ``update`` is a moment at which the worker updates.
 """
 
 TIMEOUT_S = 80
@@ -96,7 +94,7 @@ def run(child: Child) -> None:
             time.sleep(1000)
 
     before_each_update(delay_or_fail).__enter__()
-    if child.way.startswith("SIGTERM "):
+    if child.way.startswith("SIGTERM in"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     x, target = batch(case, dist.get_rank(), 1, torch.bfloat16)
 
@@ -118,7 +116,7 @@ def run(child: Child) -> None:
         with terminated_in(child.way.rpartition(" ")[2], engine):
             step()
             engine.save_checkpoint(saved)
-    while child.way in ("rank 0 raises", "SIGTERM", "SIGTERM with a handler"):
+    while child.way in ("rank 0 raises", "SIGTERM"):
         step()
 
 
@@ -156,14 +154,13 @@ LOGGED = "The optimizer update was not applied as a whole (ValueError: injected 
 
 CODES = {
     "ends": [0, 0],
-    "raises": [1, 1, 1],
+    "raises": [1, 1],
     "update fails": [0],
     # Rank 1 fails in a collective, because rank 0 has ended.
     "rank 0 raises": [1, 1],
     "update hangs": [1],
     "destroys the group": [0, 0],
     "SIGTERM": [-15, -15],
-    "SIGTERM with a handler": [143, 143],
     **{f"SIGTERM in {phase}": [143, 143] for phase in PHASES},
 }
 """The exit codes of the ranks of all runs, by the way in which they end."""
@@ -221,7 +218,7 @@ def wait(children: list[Child]) -> dict[int, int]:
                     codes[pid] = os.waitstatus_to_exitcode(status)
                 elif time.monotonic() > end_s:
                     os.kill(pid, signal.SIGABRT)
-                elif child.way in ("SIGTERM", "SIGTERM with a handler") and not child.signalled and has_stepped(child):
+                elif child.way == "SIGTERM" and not child.signalled and has_stepped(child):
                     child.signalled = True
                     os.kill(pid, signal.SIGTERM)
             time.sleep(0.02)
@@ -232,12 +229,12 @@ def wait(children: list[Child]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("way", CODES)
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 def test_the_process_ends_as_without_the_plugin(way: str, endings: dict[str, list[Ending]], folder: Path) -> None:
     for ending, code in zip(endings[way], CODES[way], strict=True):
         assert ending.has_stepped, f"made no step\n{ending.output[-4000:]}"
         # Before a rank handles SIGTERM, a collective may fail because the other rank has exited.
-        codes = (code, 1) if way.startswith("SIGTERM ") else (code,)
+        codes = (code, 1) if way.startswith("SIGTERM in") else (code,)
         assert ending.code in codes or ABORTED in ending.output, ending.output[-4000:]
         raises = way in ("raises", "update hangs") or (way == "rank 0 raises" and ending.rank == 0)
         assert ("the user's exception" in ending.output) == raises

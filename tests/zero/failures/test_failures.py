@@ -36,9 +36,8 @@ from tests.kernels.intercepted import before_each_update
 from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, assert_same_bits, make_engine, shared_folder, train
+from tests.zero.parity.training import Block, assert_same_bits, make_engine, shared_folder, train, wait_for_speculations
 from tests.zero.races.delayed_ranks import logged_collectives
-from tests.zero.speculations import wait_for_speculations
 
 CASE = Case(
     name="failing",
@@ -198,7 +197,7 @@ def run_out_of_memory_on_rank_1(memory: StateMemory) -> None:
 LANES = pytest.mark.parametrize("lane", ["cpu", "compute"])
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @LANES
 @ranks(2)
 def test_a_failed_update_in_step_raises_on_every_rank(lane: str) -> None:
@@ -208,7 +207,7 @@ def test_a_failed_update_in_step_raises_on_every_rank(lane: str) -> None:
         must_recover(engine, folder)
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @LANES
 @ranks(2)
 def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_states(lane: str) -> None:
@@ -250,7 +249,7 @@ def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_stat
         assert log_error.called == (dist.get_rank() == 1), "the last update's failure must be logged on rank 1 only"
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @ranks(2)
 def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers() -> None:
     """Check that the ranks agree before the next collective of any of them."""
@@ -269,7 +268,7 @@ def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recover
         must_recover(engine, folder)
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @ranks(2)
 def test_a_failed_speculation_in_backward_counts_only_if_its_step_is_kept() -> None:
     with trained(eager(CPU)) as (engine, folder), trained(None) as (stock, _):

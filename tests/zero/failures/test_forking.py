@@ -1,7 +1,4 @@
-"""Fork processes, some of which load data, while an engine's states are in memory and updated.
-
-Also check the garbage collection of an engine that was not destroyed.
-"""
+"""Fork processes while states are in memory and updated; engines that are destroyed or collected free them."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,7 +27,7 @@ from deep_opt_states.zero.start import planning
 from perf_model.presets.machines import MACHINES
 from tests.forked_child import exit_code_of_child, is_mapped
 from tests.ranks import ranks
-from tests.zero.parity.case import STRIDE_2, Case
+from tests.zero.parity.case import STREAMED, STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import (
     Block,
@@ -38,7 +36,9 @@ from tests.zero.parity.training import (
     closing_engine,
     collect,
     make_engine,
+    shared_folder,
 )
+from tests.zero.parity.training import train as train_steps
 
 CASE = Case(name="forking", blocks=(STRIDE_2,))
 STEPS_PER_EPOCH = 3
@@ -48,8 +48,6 @@ state_addresses: list[int] = []
 
 
 class EpochBatches(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """The batches of one epoch, each with the number of states that are mapped in the process that loads it."""
-
     def __init__(self, epoch: int) -> None:
         self._first = epoch * STEPS_PER_EPOCH
 
@@ -61,7 +59,6 @@ class EpochBatches(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 def num_mapped() -> int:
-    """Return how many of the states are mapped in this process."""
     return sum(map(is_mapped, state_addresses))
 
 
@@ -74,7 +71,11 @@ def train(block: Block) -> tuple[Record, dict[str, Any]]:
         executor: Executor | None = None
         if block is not None:
             executor = engine.optimizer._running.executor
-            state_addresses[:] = addresses_of_states(engine)
+            state_addresses[:] = [
+                tensor.data_ptr()
+                for states in engine.optimizer._running.memory.sub_groups
+                for tensor in (states.master, states.exp_avg, states.exp_avg_sq)
+            ]
         for epoch in range(EPOCHS):
             found["mapped in the parent"].append(num_mapped())
             # The loader forks its processes below. After the first epoch an update is in flight at this moment.
@@ -91,13 +92,6 @@ def train(block: Block) -> tuple[Record, dict[str, Any]]:
         collect(engine.optimizer, record)
     state_addresses.clear()
     return record, found
-
-
-def addresses_of_states(engine: Any) -> list[int]:
-    sub_groups = engine.optimizer._running.memory.sub_groups
-    return [
-        tensor.data_ptr() for tensors in sub_groups for tensor in (tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
-    ]
 
 
 def end_with_num_mapped(end: Callable[[int], Any]) -> Callable[[], int]:
@@ -151,7 +145,7 @@ def spacious_slabs(register: Register | None = None) -> AbstractContextManager[o
     return mock.patch.object(HostDevice, "host_slab", host_slab)
 
 
-@pytest.mark.promise("P1")
+@pytest.mark.P1
 @ranks(1)
 def test_training_that_forks_has_the_bits_of_stock_and_no_child_has_the_states() -> None:
     """Check data loaders, and children that end in each way: their exit code is the number of states they can read."""
@@ -199,3 +193,17 @@ def test_a_garbage_collected_engine_unregisters_its_memory_before_it_is_unmapped
         pass
     assert calls == ["unregistered before it is unmapped"]
     assert not is_mapped(addresses[0])
+
+
+@ranks(2)
+def test_destroy_frees_the_staging_slots_and_may_be_called_twice() -> None:
+    case = Case(name="destroy", blocks=(STREAMED,), world_size=2, steps=1)
+    with shared_folder() as folder:
+        engine = make_engine(case, STREAMED)
+        train_steps(engine, case, folder)
+    slots = [weakref.ref(slot.master) for slot in engine.optimizer._running.executor._actions._slots]
+    assert slots
+    engine.destroy()
+    engine.destroy()
+    gc.collect()
+    assert [slot() for slot in slots] == [None] * len(slots)

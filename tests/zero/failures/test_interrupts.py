@@ -35,7 +35,7 @@ from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.zero.internals.agreement import StepAgreement
 from deep_opt_states.zero.step.norms import Norms
 from deep_opt_states.zero.step.staging import Staging
-from tests.alarm import alarm_after
+from tests.forked_child import alarm_after
 from tests.kernels.intercepted import before_each_update
 from tests.ranks import on_ranks
 from tests.tiers import thorough
@@ -109,9 +109,8 @@ def step(engine: Any, case: Case, number: int) -> torch.Tensor:
 class InterruptedTraining:
     """The training of one block with interrupts, and the engine that resumes from each of its checkpoints.
 
-    The same engine goes on after an interrupt of a wait. Elsewhere, in the middle of backward for example, an interrupt
-    leaves the gradients of half a backward, to which also stock adds those of the next one. In stock's own code it may
-    leave stock in a state in which it refuses to save. A new engine goes on then.
+    The same engine goes on after an interrupt of a wait. Elsewhere, an interrupt may leave the gradients of half a
+    backward, also with stock, or a stock that refuses to save. A new engine goes on then.
     """
 
     def __init__(self, case: Case, block: Block, stock: StockTraining, folder: Path) -> None:
@@ -353,7 +352,7 @@ def interrupt_at(places: Callable[..., Iterator[dict[str, Any]]], name: str, *ar
     return found
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @pytest.mark.parametrize("number", [3, thorough(50)])
 @pytest.mark.parametrize("on", GROUPS)
 def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_with_stock(
@@ -369,7 +368,7 @@ def interrupt_at_random_moments(number: int) -> None:
         assert [place for place in found if place["problem"]] == [], name
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("block", "world_size", "on"),

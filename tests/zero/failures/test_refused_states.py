@@ -15,7 +15,6 @@ import torch.distributed as dist
 from deep_opt_states.zero.assigned_states import StateRefused
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from tests.ranks import ranks
-from tests.zero.behaviour.assigned import BLOCKS, states
 from tests.zero.behaviour.behaviour_variant import (
     BehaviourNet,
     BehaviourVariant,
@@ -25,6 +24,7 @@ from tests.zero.behaviour.behaviour_variant import (
     train,
     unequal,
 )
+from tests.zero.behaviour.states import BLOCKS, states
 
 
 def assign(index: int, key: str, make: Callable[[torch.Tensor], Any]) -> Callable[[Any], None]:
@@ -131,7 +131,7 @@ def trained(block: Any, bad: Callable[[Any], None] | None) -> tuple[list[tuple[s
     return seen, error
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @ranks(1, 2)
 def test_a_state_that_cannot_be_updated_is_refused_and_the_step_can_be_repeated() -> None:
     stock, _ = trained(None, None)

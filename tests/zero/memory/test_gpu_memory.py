@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -137,7 +135,7 @@ def filled(training: TrainingOfOneRank) -> TrainingOfOneRank:
     return training
 
 
-@pytest.mark.promise("P5")
+@pytest.mark.P5
 def test_what_is_free_after_the_first_steps_is_planned_with_once(training: TrainingOfOneRank) -> None:
     filled(training)
     assert training.running.calls == ["adopt", "restore"]
@@ -148,7 +146,7 @@ def test_what_is_free_after_the_first_steps_is_planned_with_once(training: Train
     assert training.running.calls == ["adopt", "restore", "measure"]
 
 
-@pytest.mark.promise("P5")
+@pytest.mark.P5
 def test_a_plan_is_reconsidered_once_when_its_copies_slow_down_forward(training: TrainingOfOneRank) -> None:
     before = filled(training).running.plan
     training.running.measured = replace(WINDOWS, slowdown=Slowdown(cpu=0.1, copies=0.8))
@@ -170,7 +168,7 @@ def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(trai
     assert 0 < training.held_bytes <= 5 * GB, "the least of all ranks"
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @pytest.mark.parametrize("cause", ["a larger peak or another process", "a retried allocation"])
 def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: TrainingOfOneRank, cause: str) -> None:
     before = filled(training).held_bytes
@@ -186,7 +184,7 @@ def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: Tr
     assert 0 < training.held_bytes <= (before // 2 if training.retries else 3 * GB)
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 def test_evicted_states_return_when_the_need_is_known_and_the_plan_stays(training: TrainingOfOneRank) -> None:
     plan = filled(training).running.plan
     training.running.calls.clear()
@@ -199,7 +197,7 @@ def test_evicted_states_return_when_the_need_is_known_and_the_plan_stays(trainin
     assert training.running.plan is plan
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 def test_memory_that_cannot_be_reserved_halves_what_is_planned_with(training: TrainingOfOneRank) -> None:
     training.running.failures = [True]
     assert [training.step() for _ in range(FIRST_STEPS)][-1]
@@ -211,7 +209,7 @@ def test_memory_that_cannot_be_reserved_halves_what_is_planned_with(training: Tr
     assert 0 < training.held_bytes <= filled_bytes // 2
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 def test_states_that_rules_keep_are_planned_for_once_and_stay(training: TrainingOfOneRank) -> None:
     request = replace(REQUEST, rules=PlacementRules((PlacementRule(("*",), "resident"),)))
     request = replace(request, budgets=Budgets(gpu_bytes=request.fixed_bytes))
@@ -238,21 +236,10 @@ def test_retries_and_failures_of_allocations_for_a_plan_do_not_count(training: T
     assert watch.has_failed()
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 def test_a_failed_allocation_is_logged_without_a_process_group(training: TrainingOfOneRank) -> None:
     filled(training)
     with mock.patch("deep_opt_states.log.warn_this_rank") as log, ExitStack() as resources:
         training.memory.log_failure_at_exit(resources)
         training.failed += 1
     assert "an allocation has failed while optimizer states hold" in log.call_args.args[0]
-
-
-def test_the_callback_at_exit_does_not_keep_the_memory(training: TrainingOfOneRank) -> None:
-    running: Any = training.running
-    resources = ExitStack()
-    memory = GpuMemory(running, REQUEST, training.budget, before_move=lambda: None)
-    memory.log_failure_at_exit(resources)
-    known = weakref.ref(memory)
-    del resources, memory
-    gc.collect()
-    assert known() is None

@@ -1,62 +1,70 @@
-"""Before anything is allocated, a rank checks whether the states of its node fit in memory and can be locked."""
+"""Before anything is allocated, ranks check whether the states of their node fit in memory and can be locked."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import platform
-import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.slab import HostMemoryError, HostSlab
+from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
+from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start.node_share import FreeHostMemory, SharingRanks, check_free_memory, check_locking
+from perf_model.prediction.memory import MemoryKind
 from tests.profiler.threads import on_ranks
+from tests.ranks import ranks
+from tests.zero.parity.case import CPU, Case
+from tests.zero.parity.training import closing_engine, make_engine
 
 GB = 10**9
-TWO_RANKS = SharingRanks(on_node=2, in_container=2)
-TWO_CONTAINERS = SharingRanks(on_node=2, in_container=1)
+STATES = (40 * GB, 2_500_000_000)
+"""The bytes and the parameters of a rank."""
+
+TWO_RANKS, TWO_CONTAINERS = SharingRanks(on_node=2, in_container=2), SharingRanks(on_node=2, in_container=1)
+NEEDED = "for 2,500,000,000 parameters (masters and moments, gradients, rounded parameters)"
 
 
-def free_memory(available_gb: int = 100, container_gb: int | None = None) -> FreeHostMemory:
+def free_memory(available_gb: int, container_gb: int | None = None) -> FreeHostMemory:
     """Return the free memory of a node, and of a container if it has a limit."""
     return FreeHostMemory(
         available_bytes=available_gb * GB, container_bytes=None if container_gb is None else container_gb * GB
     )
 
 
-def test_states_that_fit_are_accepted() -> None:
-    check_free_memory(40 * GB, 2_500_000_000, TWO_RANKS, free_memory(80))
-    check_free_memory(40 * GB, 2_500_000_000, TWO_RANKS, free_memory(80, container_gb=80))
-
-
-def test_states_that_do_not_fit_are_refused_with_the_ranks_and_the_needed_and_free_memory() -> None:
+def test_states_are_accepted_if_they_fit_and_otherwise_refused_with_the_needed_and_free_memory() -> None:
+    check_free_memory(*STATES, TWO_RANKS, free_memory(80, container_gb=80))
     with pytest.raises(HostMemoryError) as caught:
-        check_free_memory(40 * GB, 2_500_000_000, TWO_RANKS, free_memory(79))
+        check_free_memory(*STATES, TWO_RANKS, free_memory(79))
     assert str(caught.value) == (
         "The optimizer states on a node must fit into its available memory, of which 79.0 GB are free; found 80.0 GB "
-        "needed, by 2 ranks with 40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, rounded "
-        "parameters) each.\n"
+        f"needed, by 2 ranks with 40.0 GB {NEEDED} each.\n"
         "Free memory on it, train on more nodes, or keep states in bf16, which changes the numerics."
     )
-    with pytest.raises(HostMemoryError) as caught:
-        check_free_memory(40 * GB, 2_500_000_000, TWO_CONTAINERS, free_memory(container_gb=39))
-    assert str(caught.value) == (
-        "The optimizer states in a container must fit into its memory limit, of which 39.0 GB are free; found 40.0 GB "
-        "needed, by 1 rank with 40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, rounded "
-        "parameters) each.\n"
-        "Raise its memory limit, train on more nodes, or keep states in bf16, which changes the numerics."
-    )
-
-
-def test_the_ranks_of_all_containers_share_the_nodes_memory() -> None:
-    check_free_memory(40 * GB, 2_500_000_000, TWO_CONTAINERS, free_memory(80, container_gb=40))
+    # The ranks of all containers share the node's memory.
+    check_free_memory(*STATES, TWO_CONTAINERS, free_memory(80, container_gb=40))
     with pytest.raises(HostMemoryError, match=r"on a node .* 79.0 GB are free; found 80.0 GB .* 2 ranks"):
-        check_free_memory(40 * GB, 2_500_000_000, TWO_CONTAINERS, free_memory(79, container_gb=40))
+        check_free_memory(*STATES, TWO_CONTAINERS, free_memory(79, container_gb=40))
+    with pytest.raises(HostMemoryError, match=r"in a container .* 39.0 GB are free; found 40.0 GB .* by 1 rank .*"):
+        check_free_memory(*STATES, TWO_CONTAINERS, free_memory(100, container_gb=39))
+    # 10 of the 40 GB are those of eager units.
+    with pytest.raises(HostMemoryError, match=r'Set "eager": false\. Or: Free memory'):
+        check_free_memory(*STATES, TWO_RANKS, free_memory(100), 12 * GB)
+
+
+def test_the_free_memory_is_measured_also_from_the_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 < FreeHostMemory.measure().available_bytes < 10**18
+    monkeypatch.setattr(machine, "memory_left_bytes", lambda folders: 5)
+    assert FreeHostMemory.measure().container_bytes == 5
 
 
 def test_each_rank_counts_the_ranks_of_its_own_node_and_container(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,24 +74,16 @@ def test_each_rank_counts_the_ranks_of_its_own_node_and_container(monkeypatch: p
     monkeypatch.setattr(platform, "node", lambda: places[here.rank][1])
     here = threading.local()
 
-    def count(ranks: Ranks) -> SharingRanks:
-        here.rank = ranks.rank
-        return SharingRanks.gather(ranks)
+    def count(of_rank: Ranks) -> tuple[int, int]:
+        here.rank = of_rank.rank
+        sharing = SharingRanks.gather(of_rank)
+        return sharing.on_node, sharing.in_container
 
-    assert on_ranks(5, count) == [
-        SharingRanks(on_node=3, in_container=2),
-        SharingRanks(on_node=2, in_container=2),
-        SharingRanks(on_node=3, in_container=2),
-        SharingRanks(on_node=3, in_container=1),
-        SharingRanks(on_node=2, in_container=2),
-    ]
+    assert on_ranks(5, count) == [(3, 2), (2, 2), (3, 2), (3, 1), (2, 2)]
 
 
 class Driver(HostDevice):
-    """A device that page-locks at most ``allowed_bytes``, in whole pages.
-
-    ``requested`` lists the bytes of all requests, ``locked`` the bytes that are locked, by address.
-    """
+    """A device that page-locks at most ``allowed_bytes``, in whole pages, and lists all requests and what is locked."""
 
     def __init__(self, allowed_bytes: float) -> None:
         self._allowed_bytes = allowed_bytes
@@ -91,9 +91,9 @@ class Driver(HostDevice):
         self.locked: dict[int, int] = {}
 
     def host_slab(self, size_bytes: int) -> HostSlab:
-        return HostSlab(size_bytes, self._register)
+        return HostSlab(size_bytes, self.register)
 
-    def _register(self, address: int, size_bytes: int) -> Callable[[], object]:
+    def register(self, address: int, size_bytes: int) -> Callable[[], object]:
         self.requested.append(size_bytes)
         if -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE > self._allowed_bytes:
             raise RuntimeError("CUDA error: out of memory")
@@ -104,32 +104,19 @@ class Driver(HostDevice):
 LIMIT = 8 * 2**20
 
 
-def test_a_driver_that_enforces_the_memlock_limit_is_detected_before_the_states_are_allocated() -> None:
+def test_a_driver_that_enforces_the_memlock_limit_is_detected_by_a_trial_before_the_states_are_allocated() -> None:
     driver = Driver(allowed_bytes=LIMIT)
     with pytest.raises(HostMemoryError) as caught:
-        check_locking(40 * GB, 2_500_000_000, driver, LIMIT)
+        check_locking(*STATES, driver, LIMIT)
     assert str(caught.value) == (
         "The memory that a rank page-locks must be within the memlock limit, 8.39 MB, if the driver enforces it; found "
-        "40.0 GB for 2,500,000,000 parameters (masters and moments, gradients, rounded parameters), and a trial "
-        "above the limit failed: CUDA error: out of memory.\n"
+        f"40.0 GB {NEEDED}, and a trial above the limit failed: CUDA error: out of memory.\n"
         "Raise the memlock limit (ulimit -l unlimited; for a container --ulimit memlock=-1), or train on more ranks."
     )
-    assert driver.requested == [LIMIT + mmap.PAGESIZE]
-    assert driver.locked == {}
-
-
-def test_a_driver_that_ignores_the_memlock_limit_is_accepted() -> None:
-    driver = Driver(allowed_bytes=float("inf"))
-    check_locking(40 * GB, 2_500_000_000, driver, LIMIT)
-    assert driver.requested == [LIMIT + mmap.PAGESIZE]
-    assert driver.locked == {}, "the trial allocation is unlocked again"
-
-
-def test_the_trial_locks_no_more_than_the_states_need() -> None:
-    driver = Driver(allowed_bytes=LIMIT)
     with pytest.raises(HostMemoryError):
         check_locking(LIMIT + 1, 1, driver, LIMIT)
-    assert driver.requested == [LIMIT + 1]
+    assert driver.requested == [LIMIT + mmap.PAGESIZE, LIMIT + 1], "no more than the states need"
+    assert driver.locked == {}
 
 
 @pytest.mark.parametrize("limit_bytes", [None, LIMIT])
@@ -137,25 +124,75 @@ def test_there_is_no_trial_if_the_memlock_limit_suffices(limit_bytes: int | None
     driver = Driver(allowed_bytes=0)
     check_locking(LIMIT, 1, driver, limit_bytes)
     assert driver.requested == []
+    check_locking(*STATES, HostDevice(), LIMIT)
 
 
-def test_the_cpu_accelerator_locks_nothing_and_has_no_limit() -> None:
-    check_locking(40 * GB, 2_500_000_000, HostDevice(), LIMIT)
+CASE = Case(name="host memory", blocks=(CPU,), world_size=2, steps=1)
 
 
-def test_this_machine_has_memory_for_a_byte_but_not_for_an_exabyte() -> None:
-    check_free_memory(1, 1, TWO_RANKS, FreeHostMemory.measure())
-    with pytest.raises(HostMemoryError):
-        check_free_memory(10**18, 10**17, TWO_RANKS, FreeHostMemory.measure())
+@contextmanager
+def measured(available_bytes: int) -> Iterator[None]:
+    free = FreeHostMemory(available_bytes=available_bytes, container_bytes=None)
+    with mock.patch.object(FreeHostMemory, "measure", return_value=free):
+        yield
 
 
-def test_the_remedy_for_eager_units_that_do_not_fit_is_named_first() -> None:
-    free = free_memory(available_gb=100)
-    check_free_memory(40 * GB, 10**9, TWO_RANKS, free, 10 * GB)
-    with pytest.raises(HostMemoryError, match=re.escape('Set "eager": false. Or: Free memory')):
-        check_free_memory(40 * GB, 10**9, TWO_RANKS, free, 12 * GB)
+def memlock_limit(limit_bytes: int | None) -> AbstractContextManager[object]:
+    return mock.patch.object(machine, "memlock_limit_bytes", return_value=limit_bytes)
 
 
-def test_the_free_memory_of_a_container_is_measured_from_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory_left_bytes", lambda folders: 5)
-    assert FreeHostMemory.measure().container_bytes == 5
+def locked_with(register: Register) -> AbstractContextManager[object]:
+    return mock.patch.object(HostDevice, "host_slab", lambda device, size_bytes: HostSlab(size_bytes, register))
+
+
+def slab_bytes(engine: Any) -> int:
+    """Return the size of the largest page-locked memory, the slab. The one of persistent parameters is smaller."""
+    reserved = engine.optimizer.accounting_device.reserved
+    return max(item.each_bytes for item in reserved if item.kind is MemoryKind.PINNED)
+
+
+@ranks(2)
+def test_the_ranks_of_a_node_share_its_memory_and_one_without_memory_stops_all() -> None:
+    with closing_engine(CASE, CPU) as engine:
+        needed_bytes = slab_bytes(engine)
+    with measured(2 * needed_bytes), closing_engine(CASE, CPU):
+        pass
+    with measured(2 * needed_bytes - 1), pytest.raises(HostMemoryError, match="2 ranks"):
+        make_engine(CASE, CPU)
+    on_different_nodes = mock.patch.object(machine, "kernel_id", return_value=f"kernel {dist.get_rank()}")
+    with on_different_nodes, measured(needed_bytes), closing_engine(CASE, CPU):
+        pass
+    failure = RanksDisagree if dist.get_rank() == 0 else HostMemoryError
+    with measured((10**12, 10)[dist.get_rank()]), pytest.raises(failure, match="must fit into its available memory"):
+        make_engine(CASE, CPU)
+
+
+@ranks(2)
+def test_a_rank_that_cannot_lock_memory_stops_all_ranks_and_a_driver_may_ignore_the_limit() -> None:
+    limit_bytes = mmap.PAGESIZE
+    limited = dist.get_rank() == 0
+    refusing, ignoring = Driver(allowed_bytes=0), Driver(allowed_bytes=float("inf"))
+    failure = HostMemoryError if limited else RanksDisagree
+    limit = memlock_limit(limit_bytes if limited else None)
+    with limit, locked_with(refusing.register), pytest.raises(failure, match="be within the memlock limit"):
+        make_engine(CASE, CPU)
+    assert refusing.requested == ([2 * limit_bytes] if limited else []), "before any states were allocated"
+    with memlock_limit(limit_bytes), locked_with(ignoring.register), closing_engine(CASE, CPU) as engine:
+        assert ignoring.requested == [2 * limit_bytes, slab_bytes(engine)]
+        assert list(ignoring.locked.values()) == [slab_bytes(engine)], "the trial allocation is unlocked again"
+
+
+@ranks(2)
+def test_all_pages_of_the_states_are_in_memory_when_they_are_locked() -> None:
+    """Check it because a missing page would be placed near the locking core."""
+    calls: list[object] = []
+
+    def register(address: int, size_bytes: int) -> Callable[[], object]:
+        pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), pages) == 0
+        calls.append(("locked with all pages in memory", all(page & 1 for page in pages)))
+        return lambda: calls.append("unlocked")
+
+    with locked_with(register), closing_engine(CASE, CPU):
+        assert calls == [("locked with all pages in memory", True)]
+    assert calls[1:] == ["unlocked"]

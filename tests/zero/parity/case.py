@@ -13,7 +13,6 @@ STREAMED_ONE_SLOT = {"placement": "streamed", "num_slots": 1}
 STREAMED_MANY_SLOTS = {"placement": "streamed", "num_slots": 64}
 STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
 STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
-STRIDE_BEYOND = {"placement": "stride", "update_stride": 1000}
 RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STRIDE_OF_SUB_GROUPS = {"placement": "stride", "update_stride": 2}
 """A block whose units are whole sub-groups."""
@@ -26,16 +25,7 @@ SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}
 NO_THROUGHPUT_TIMER = {"timers": {"throughput": {"enabled": False}}}
 """Disables the timer, which synchronizes the device twice per step from the third step on, and would hide races."""
 
-EVERY_PLACEMENT = (
-    CPU,
-    STREAMED,
-    STREAMED_ONE_SLOT,
-    STREAMED_MANY_SLOTS,
-    STRIDE_2,
-    STRIDE_3,
-    STRIDE_BEYOND,
-    STRIDE_OF_SUB_GROUPS,
-)
+EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE_2, STRIDE_OF_SUB_GROUPS)
 
 
 def not_deferred(block: dict[str, Any]) -> dict[str, Any]:
@@ -71,30 +61,19 @@ class ParamGroup:
 class Case:
     """A training run with stock, and the same run with the plugin once for each config block in ``blocks``.
 
-    ``sub_group_size`` is for the whole model; it is divided by the number of ranks.
+    ``sub_group_size`` is for the whole model; it is divided by the number of ranks. ``states`` is a value of
+    ``plan --states``. With ``disk``, the folder of ``nvme_path``, only the plugin offloads to it; stock uses the CPU.
 
-    ``unused``: the model has a layer that never gets a gradient. ``sometimes``: it has a layer that gets none in the
-    micro-batches of ``skips_sometimes``, counted over the whole run. ``zero_instead_of_skip`` replaces the missing
-    gradients by gradients of zero.
-
-    ``poisoned``: in these steps the loss is multiplied by the number: inf, nan, or a number that overflows fp16.
+    ``unused``: a layer never gets a gradient. ``sometimes``: one gets none in the micro-batches ``skips_sometimes`` of
+    the whole run; ``zero_instead_of_skip`` replaces the missing gradients by zeros. ``uses_of_shared``: how often one
+    layer is used under reentrant checkpointing. ``poisoned``: in these steps the loss is multiplied by the number.
 
     ``reload``: the number of steps before a checkpoint is saved, and before the same engine loads it, with the moments
     if ``load_optimizer_states``. ``resume``: one engine trains and saves, and a fresh engine continues.
 
     ``caller_accumulates``: DeepSpeed's ``managed_gradient_accumulation`` is off, and ``step()`` is the boundary.
-
-    ``uses_of_shared``: how often one layer is used under reentrant checkpointing. Autograd produces its gradient as
-    often.
-
     ``shares_host_memory``: model and states share memory, as on the CPU accelerator. Otherwise parameters are published
-    as on a GPU.
-
-    ``disk``: the folder of ``nvme_path`` with the plugin, none by default. Stock offloads to the CPU.
-
-    ``states``: the dtypes of the masters and moments, a value of ``plan --states``.
-
-    ``thorough``: only ``make test-all`` trains the case, which combines features of other cases.
+    as on a GPU. ``thorough``: only ``make test-all`` trains the case, which combines features of other cases.
     """
 
     name: str

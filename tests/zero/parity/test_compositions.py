@@ -1,29 +1,51 @@
-"""Check that libraries combined with ZeRO-3 give the bits of stock; ``test_refusals.py`` has those that are refused."""
+"""Check that libraries and other blocks of DeepSpeed's config have the bits and the collectives of stock.
+
+``tests/zero/test_refusals.py`` has the combinations that are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm import comm
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups
+from deepspeed.utils import groups, logger
+from deepspeed.utils.comms_logging import CommsLogger
 from peft import LoraConfig, get_peft_model
 
-from tests.ranks import on_ranks
+from tests.fork_server import freeze_imported
+from tests.ranks import on_ranks, ranks
 from tests.tiny_llama import VOCABULARY, WIDTH, LossOfCausalModel, tiny_llama
-from tests.zero.parity.case import STRIDE_2
-from tests.zero.parity.training import Block, Record, assert_same_bits, collect
+from tests.zero.parity.case import STRIDE_2, Case
+from tests.zero.parity.training import (
+    Block,
+    Record,
+    assert_same_bits,
+    closing_engine,
+    collect,
+    shared_folder,
+    train,
+)
+from tests.zero.test_monitoring import Wandb
 
-HEADS = 4
+STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
 def lora() -> torch.nn.Module:
-    return LossOfCausalModel(
-        get_peft_model(tiny_llama().model, LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0))
-    )
+    config = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0)
+    return LossOfCausalModel(get_peft_model(tiny_llama().model, config))
 
 
 class Ulysses(torch.nn.Module):
@@ -37,7 +59,7 @@ class Ulysses(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        qkv = self.qkv(x).view(*tokens.shape, 3, HEADS, WIDTH // HEADS).unbind(2)
+        qkv = self.qkv(x).view(*tokens.shape, 3, 4, WIDTH // 4).unbind(2)
         attention = DistributedAttention(attend, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
         x = attention(*(part.contiguous() for part in qkv), 0).reshape(x.shape)
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
@@ -49,76 +71,159 @@ def attend(*qkv: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2).contiguous()
 
 
-def train(make_model: Callable[[], torch.nn.Module], block: Block, backend: str) -> Record:
+def train_model(make_model: Callable[[], torch.nn.Module], block: Block, backend: str) -> Record:
     torch.manual_seed(0)
     model = make_model()
-    world_size = dist.get_world_size()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.1,
-        "bf16": {"enabled": True},
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": 2000 // world_size,
-            "stage3_param_persistence_threshold": 100,
-        },
-        **({"sequence_parallel_size": world_size, "data_parallel_size": 1} if make_model is Ulysses else {}),
-        **({} if block is None else {"deep_optimizer_states": block}),
-    }
+    ulysses = {"sequence_parallel_size": dist.get_world_size(), "data_parallel_size": 1}
+    case = Case(
+        name="library",
+        blocks=(),
+        clip=0.1,
+        world_size=dist.get_world_size(),
+        sub_group_size=2000,
+        extra=ulysses if make_model is Ulysses else {},
+    )
     trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=case.ds_config(block))
     if backend:
         engine.compile(backend=backend)
-    record = Record(optimizer_class=type(engine.optimizer).__name__)
-    losses = record.numbers["loss"] = []
-    norms = record.numbers["norm"] = []
+    record = Record(optimizer_class=type(engine.optimizer).__name__, numbers={"loss": [], "norm": []})
     for step in range(5):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
-        loss = engine(tokens)
+        loss = engine(torch.randint(0, VOCABULARY, (2, 16), generator=generator))
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-        norms.append(float(engine.get_global_grad_norm()))
+        record.numbers["loss"].append(loss.item())
+        record.numbers["norm"].append(float(engine.get_global_grad_norm()))
     collect(engine.optimizer, record)
     engine.destroy()
     return record
 
 
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "transformers": tiny_llama,
-    "peft": lora,
-    "traced by torch.compile": lambda: tiny_llama(num_hidden_layers=1),
-    "torch.compile": lambda: tiny_llama(num_hidden_layers=1),
-    "ulysses": Ulysses,
-}
-BACKENDS = {"traced by torch.compile": "eager", "torch.compile": "inductor"}
-"""The backends of ``torch.compile``."""
+def one_layer() -> torch.nn.Module:
+    return tiny_llama(num_hidden_layers=1)
 
 
-@pytest.mark.promise("P1")
+# Each layer is compiled anew by inductor, which takes long.
+@pytest.mark.P1
 @pytest.mark.parametrize(
-    ("names", "world_size"),
+    ("make_model", "world_size", "backend"),
     [
-        (("transformers", "peft", "traced by torch.compile"), 1),
-        (("ulysses",), 2),
-        # Each layer is compiled anew, which takes long.
-        pytest.param(("torch.compile",), 1, marks=pytest.mark.thorough),
+        (lora, 1, ""),
+        (Ulysses, 2, ""),
+        (one_layer, 1, "eager"),
+        pytest.param(one_layer, 1, "inductor", marks=pytest.mark.thorough),
     ],
-    ids=str,
 )
-def test_models_of_libraries_train_to_the_bits_of_stock(names: tuple[str, ...], world_size: int) -> None:
-    on_ranks(world_size, compare, names)
+def test_models_of_libraries_train_to_the_bits_of_stock(
+    make_model: Callable[[], torch.nn.Module], world_size: int, backend: str
+) -> None:
+    on_ranks(world_size, compare_models, make_model, backend)
 
 
-def compare(names: tuple[str, ...]) -> None:
-    for name in names:
-        stock, ours = (train(MODELS[name], block, BACKENDS.get(name, "")) for block in (None, STRIDE_2))
-        assert stock.optimizer_class == "DeepSpeedZeroOptimizer_Stage3"
-        assert ours.optimizer_class == "DeepOptimizerStates_Stage3"
-        assert len(ours.numbers["step"]) >= 3
-        assert any(norm > 0.1 for norm in stock.numbers["norm"]), "clipping was never active"
-        assert_same_bits(stock, ours)
+def compare_models(make_model: Callable[[], torch.nn.Module], backend: str) -> None:
+    stock, ours = (train_model(make_model, block, backend) for block in (None, STRIDE_2))
+    assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
+    assert len(ours.numbers["step"]) >= 3
+    assert any(norm > 0.1 for norm in stock.numbers["norm"]), "clipping was never active"
+    assert_same_bits(stock, ours)
+
+
+OTHER_BLOCKS: dict[str, dict[str, Any]] = {
+    "comms_logger, fp16": {"comms_logger": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 10}},
+    "all that changes no number": {
+        "checkpoint": {"tag_validation": "Fail", "use_node_local_storage": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "aio": {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1, "overlap_events": True},
+        "activation_checkpointing": {"partition_activations": True, "profile": True},
+        "disable_python_gc": True,
+        "disable_allgather": True,
+    },
+    "all that watches": {
+        "comms_logger": {"enabled": True, "verbose": True, "debug": True},
+        "flops_profiler": {"enabled": True, "profile_step": 2, "detailed": True, "output_file": "flops.txt"},
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "dump_state": True,
+        "tensorboard": {"enabled": True, "output_path": "tensorboard"},
+        "csv_monitor": {"enabled": True, "output_path": "csv"},
+        "wandb": {"enabled": True},
+    },
+}
+"""Parts of a config that watch a training run, or that change it elsewhere than in the update."""
+
+Collectives = dict[str, Counter[int]]
+GATHERS = "all_gather_into_tensor"
+
+
+@contextmanager
+def restored_process(folder: Path) -> Iterator[CommsLogger]:
+    """Undo the changes of a block to the whole process. Yield the logger of collectives, which is new."""
+    # ``memory_breakdown`` collects garbage many times per step. The objects of earlier engines need not be seen.
+    freeze_imported()
+    level, before, fresh = logger.level, Path.cwd(), CommsLogger()
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    with mock.patch.object(comm, "comms_logger", fresh), mock.patch.dict(sys.modules, wandb=Wandb()):
+        try:
+            yield fresh
+        finally:
+            os.chdir(before)
+            logger.setLevel(level)
+            gc.enable()
+
+
+def train_with(case: Case, block: Block, folder: Path) -> tuple[Record, Collectives]:
+    """Return the record, and how often each collective ran, by size, if it was logged."""
+    with restored_process(folder) as logged:
+        with closing_engine(case, block) as engine, shared_folder() as checkpoints:
+            record = train(engine, case, checkpoints)
+        collectives: Collectives = {}
+        for operation, by_size in logged.comms_dict.items():
+            # With ``debug`` the log also has the functions that called the collective.
+            counts = collectives.setdefault(operation.partition(" ")[0], Counter())
+            counts.update({size: entry[0] for size, entry in by_size.items()})
+    dist.barrier()
+    return record, collectives
+
+
+@pytest.mark.P1
+@pytest.mark.parametrize("name", OTHER_BLOCKS)
+@ranks(2)
+def test_training_with_another_block_has_the_bits_and_the_collectives_of_stock(name: str, tmp_path: Path) -> None:
+    """Check how often each collective ran with each size, with two exceptions.
+
+    Forward waits between its gathers, so that they are grouped otherwise. In a step that is skipped because of an
+    overflow, the plugin reduces the norms of the sub-groups together with the overflow, and stock reduces none.
+    """
+    block = OTHER_BLOCKS[name]
+    in_fp16 = "fp16" in block
+    if in_fp16:
+        # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    case = Case(
+        name=name,
+        blocks=(),
+        world_size=2,
+        dtype="fp16" if in_fp16 else "bf16",
+        steps=4,
+        clip=0.5,
+        accumulation=2,
+        poisoned={1: 1e6} if in_fp16 else {},
+        reload=(2, 3) if "checkpoint" in block else None,
+        extra=block,
+    )
+    stock, logged = train_with(case, None, tmp_path / "stock")
+    ours, logged_by_ours = train_with(case, STRIDE_2, tmp_path / "ours")
+    assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
+    assert len(ours.numbers["step"]) >= 4
+    assert_same_bits(stock, ours)
+    assert (ours.deferred > 0) == ("flops_profiler" not in block)
+    assert bool(logged) == ("comms_logger" in block)
+    if logged:
+        assert {"barrier", "all_reduce"} <= logged.keys() == logged_by_ours.keys()
+        gathered = [Counter(log.pop(GATHERS)) for log in (logged, logged_by_ours)]
+        assert len({sum(size * count for size, count in counts.items()) for counts in gathered}) == 1
+        logged["all_reduce"][4] += len(ours.numbers["step"]) if in_fp16 else 0
+        assert logged == logged_by_ours

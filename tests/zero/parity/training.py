@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,27 +15,69 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.zero.internals.compat import partitions_by_name
 from perf_model.schedule.placement import Placement
 from tests.zero.parity.case import Case
 from tests.zero.parity.parity_model import ParityNet, batch, param_groups
-from tests.zero.speculations import Speculations, counted_speculations
 
 Block = dict[str, Any] | None
 """The plugin's config block; None is stock DeepSpeed."""
+Result = dict[str, Any]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass
-class Record:
-    """The values of one training run on this rank.
+class Speculations:
+    """The number of speculated steps that were kept and that were void. A valid one that has not started is neither."""
 
-    ``tensors`` are by name and without the padding of partitions. ``numbers`` has one list per name, with one entry per
-    step, or for ``step`` one per sub-group.
-    """
+    kept: int = 0
+    void: int = 0
+
+
+@contextmanager
+def counted_speculations() -> Iterator[Speculations]:
+    """Yield the numbers of all engines' speculated steps inside this context."""
+    found = Speculations()
+    keep_speculations, forget_speculations = Issuer.keep_speculations, Issuer.forget_speculations
+
+    def keep(self: Issuer, is_valid: Callable[[int], bool]) -> bool | None:
+        before = len(self.on_cpu)
+
+        def counted(unit: int) -> bool:
+            holds = is_valid(unit)
+            found.void += not holds
+            return holds
+
+        all_hold = keep_speculations(self, counted)
+        found.kept += len(self.on_cpu) - before
+        return all_hold
+
+    def forget(self: Issuer, units: Collection[int] | None = None) -> None:
+        futures = [future for action, future in self._speculated.items() if units is None or action.unit in units]
+        forget_speculations(self, units)
+        found.void += sum(not future.cancelled() for future in futures)
+
+    with (
+        mock.patch.object(Issuer, "keep_speculations", keep),
+        mock.patch.object(Issuer, "forget_speculations", forget),
+    ):
+        yield found
+
+
+def wait_for_speculations(engine: Any) -> list[BaseException | None]:
+    """Wait until all speculated steps of ``engine`` have run, and return the exception of each; none with stock."""
+    running = getattr(engine.optimizer, "_running", None)
+    return [] if running is None else [future.exception() for future in running.executor._issuer._speculated.values()]
+
+
+@dataclass
+class Record:
+    """The values of one training run on this rank: tensors without padding, and numbers per step or sub-group."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, list[float]] = field(default_factory=dict)
@@ -262,3 +305,49 @@ def placements_by_name(optimizer: Any) -> dict[str, Placement]:
             found[partition.name] = plan.placements[index]
             begin += partition.numel
     return found
+
+
+def results_in_turn(work: Iterable[tuple[str, Callable[[], Result]]]) -> Iterator[tuple[str, Result]]:
+    """Yield the name and the result of each piece of ``work``; after an exception, its traceback as the last result.
+
+    The collectives of the ranks no longer match after that, so that a later piece could wait forever.
+    """
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
+    for name, find in work:
+        try:
+            result = find()
+        except Exception:  # noqa: BLE001 (reported by the test)
+            yield name, {"error": traceback.format_exc()}
+            return
+        yield name, result
+
+
+def same_as_stock(case: Case) -> Result:
+    """Train the case with stock and with the plugin; a case that resumes, from each one's checkpoint with the other."""
+    if case.resume:
+        stock = run_resumed(case, None, None)
+        variants = {f"stock to {block}": run_resumed(case, None, block) for block in case.blocks}
+        variants |= {f"{block} to stock": run_resumed(case, block, None) for block in case.blocks}
+    else:
+        stock = run_variant(case, None)
+        variants = {str(block): run_variant(case, block) for block in case.blocks}
+    return result(stock, variants)
+
+
+def same_as_zero_gradients(case: Case) -> Result:
+    """Train the case with the plugin, and with stock on gradients of zero; ``stock differs`` shows the departure."""
+    zeroed = run_variant(replace(case, zero_instead_of_skip=True), None)
+    found = result(zeroed, {str(block): run_variant(case, block) for block in case.blocks})
+    return {**found, "stock differs": differences(zeroed, run_variant(case, None))}
+
+
+def result(stock: Record, variants: dict[str, Record]) -> Result:
+    return {
+        "numbers": stock.numbers,
+        "stock class": stock.optimizer_class,
+        "classes": {name: variant.optimizer_class for name, variant in variants.items()},
+        "deferred": {name: [variant.deferred, len(variant.published)] for name, variant in variants.items()},
+        "speculations": {name: astuple(variant.speculations) for name, variant in variants.items()},
+        "differences": {name: differences(stock, variant) for name, variant in variants.items()},
+    }

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import time
-import traceback
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
 from deepspeed.accelerator import get_accelerator
-from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 
 from deep_opt_states.zero.start.unsupported import Unsupported
-from deep_opt_states.zero.step import norms
-from tests.ranks import ended_ranks, on_ranks, once, ranks
+from tests.ranks import on_ranks, once, ranks
+from tests.tiers import thorough
 from tests.tiny_llama import tiny_llama
-from tests.zero.behaviour.experts import do_nothing, mixtral
+from tests.zero.checkpoints.test_checkpoints import convert_to_universal
 from tests.zero.failures.test_failures import failing_update, must_raise_everywhere, must_refuse
-from tests.zero.parity.case import STRIDE_2, WITHOUT_FORWARD_OVERLAP
-from tests.zero.parity.training import assert_same_bits, differences
+from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP
+from tests.zero.parity.training import Block, Record, assert_same_bits, collect, differences
 from tests.zero.tensor_parallel.cases import (
     ARMS,
     CASES,
-    PLACEMENTS,
     QUICK,
     TensorParallelCase,
     block_of,
@@ -38,7 +30,7 @@ from tests.zero.tensor_parallel.cases import (
     tokens_of,
     train,
 )
-from tests.zero.tensor_parallel.layouts import MODEL_RANKS, SharedModel, layouts
+from tests.zero.tensor_parallel.layouts import SharedModel, layouts, one_rank_per_model
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 CASES_OF = {"quick": QUICK, "all": CASES}
@@ -91,7 +83,7 @@ def parameters() -> list[Any]:
     ]
 
 
-@pytest.mark.promise("P1")
+@pytest.mark.P1
 @pytest.mark.parametrize(("world_size", "selection", "case"), parameters())
 def test_training_beside_tensor_parallelism_has_the_bits_of_stock(
     world_size: int, selection: str, case: TensorParallelCase
@@ -120,7 +112,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @ranks(2)
 def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None:
     model = tiny_llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
@@ -134,40 +126,12 @@ def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None
     assert "Choose a size that divides the attention heads" in refused
 
 
-@pytest.mark.promise("P6")
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("AutoTP", "offload with AutoEP.AutoTP folding is not validated yet"),
-        ("mpu", "AutoEP does not currently support tensor model parallelism from mpu"),
-    ],
-)
-@ranks(2)
-def test_deepspeed_refuses_experts_beside_tensor_parallelism_with_offloading(name: str, expected: str) -> None:
-    """Detect a release that supports it: the plugin has not been tested with it."""
-    layout = layouts()[name]
-    experts = {"enabled": True, "autoep_size": MODEL_RANKS, "preset_model": "mixtral", "use_grouped_mm": False}
-    model = mixtral()
-    options = {} if layout.mpu is None else {"mpu": layout.mpu, "dist_init_required": False}
-    without_recorders = mock.patch.object(
-        auto_ep_presets, "_install_instance_transformers_output_recorders", do_nothing
-    )
-    with without_recorders, pytest.raises(ValueError, match=expected):
-        deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            config={**CONFIG, "expert_parallel": experts, **layout.config},
-            **options,
-        )
-
-
 def step(engine: Any) -> None:
     engine.backward(engine(tokens_of(99)))
     engine.step()
 
 
-@pytest.mark.promise("P6")
+@pytest.mark.P6
 @pytest.mark.thorough
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("name", ["AutoTP", "mpu"])
@@ -198,50 +162,65 @@ def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(
         assert_same_bits(train(engine, case, layout, 2), ours)
 
 
-STUCK_S = 10
-"""How long a rank is at the same instruction before it is ended. Its steps take milliseconds."""
+STEPS_TO_SAVE = 2
+ANOTHER_PLACEMENT = {"placement": [{"match": "*", "states": "streamed"}], "unit_size": 700}
+SAVED_BY: dict[str, Block] = {"stock": None, "plugin": STRIDE_2}
 
 
-def test_training_stops_in_the_norm_if_the_overflow_is_not_reduced_over_the_ranks_that_share_a_model(
-    tmp_path: Path,
-) -> None:
-    """Show that the cases in fp16 detect this fault.
-
-    One rank waits in the reduction of the norm for the rank that has skipped the step. Either it is stuck, or Gloo ends
-    it because the other rank calls another collective. The program ends ranks that are stuck.
-    """
-    ended = ended_ranks(2, partial(train_with_an_overflow_that_is_not_reduced), tmp_path)
-    for finished in ended:
-        assert "trained without the fault" in finished.output, finished.output[-3000:]
-        assert "trained with the fault" not in finished.output
-        assert finished.returncode != 0
-    assert any("_get_norm_groups" in finished.output for finished in ended), ended[0].output[-3000:]
+def case_of(name: str) -> TensorParallelCase:
+    """Return the case that the jobs train with the layout ``name``."""
+    return TensorParallelCase(name, "bf16", "clipping", zero_init=False)
 
 
-def train_with_an_overflow_that_is_not_reduced() -> None:
-    get_accelerator().is_fp16_supported = lambda: True
-    case = TensorParallelCase("mpu", "fp16", "plain", zero_init=False)
-    layout = layouts()[case.layout]
-    stock = run(case, layout, None)
-    assert_same_bits(stock, run(case, layout, PLACEMENTS["cpu"]))
-    print("trained without the fault", flush=True)
-    threading.Thread(target=end_if_stuck, args=[threading.get_ident()], daemon=True).start()
-    with mock.patch.object(norms, "model_parallel_all_reduce"):
-        run(case, layout, PLACEMENTS["cpu"])
-    print("trained with the fault", flush=True)
+def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder: Path) -> Record:
+    """Load the latest checkpoint in ``folder`` into a fresh engine, train, and return the record."""
+    with closing_engine_of(case, layout, block) as engine:
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path is not None
+        loaded = Record()
+        collect(engine.optimizer, loaded)
+        assert set(loaded.numbers["step"]) == {STEPS_TO_SAVE}
+        return train(engine, case, layout, STEPS_TO_SAVE)
 
 
-def end_if_stuck(ident: int) -> None:
-    """End this process when the thread ``ident`` has been at the same instruction for ``STUCK_S`` seconds."""
-    last: list[Any] = []
-    since_s = time.monotonic()
-    while True:
-        time.sleep(0.5)
-        frames = [
-            (frame.f_code.co_name, frame.f_lasti) for frame, _ in traceback.walk_stack(sys._current_frames()[ident])
-        ]
-        if frames != last:
-            last, since_s = frames, time.monotonic()
-        elif time.monotonic() - since_s > STUCK_S:
-            print("stuck in", [name for name, _ in frames], flush=True)
-            os._exit(1)
+WAYS: tuple[tuple[str, Block], ...] = (("plugin", None), ("stock", ANOTHER_PLACEMENT), ("plugin", CPU))
+"""The arm that saves each checkpoint, stock or the plugin, and the block that resumes it; None resumes with stock."""
+
+
+@pytest.mark.P1
+@pytest.mark.P4
+@pytest.mark.parametrize("name", ["mpu", thorough("AutoTP")])
+@pytest.mark.parametrize("world_size", [2, thorough(4)])
+def test_checkpoints_beside_tensor_parallelism_are_those_of_stock(name: str, world_size: int, tmp_path: Path) -> None:
+    """Check it with another placement, and with one rank that loads universal checkpoints of AutoTP's ranks."""
+    on_ranks(world_size, save_and_resume, tmp_path, name)
+    if name == "AutoTP":
+        on_ranks(1, convert, tmp_path, group=nullcontext)
+        on_ranks(1, load_on_one_rank, tmp_path)
+
+
+def save_and_resume(folder: Path, name: str) -> None:
+    case, layout = case_of(name), layouts()[name]
+    for saved_by, block in SAVED_BY.items():
+        with closing_engine_of(case, layout, block) as engine:
+            train(engine, case, layout, STEPS_TO_SAVE)
+            engine.save_checkpoint(str(folder / saved_by))
+    resume_in_each_way(case, layout, folder)
+
+
+def convert(folder: Path) -> None:
+    """Convert the checkpoints of stock and of the plugin to universal checkpoints."""
+    for saved_by in SAVED_BY:
+        convert_to_universal(folder / saved_by, f"global_step{STEPS_TO_SAVE}")
+
+
+def load_on_one_rank(folder: Path) -> None:
+    """Load universal checkpoints of ranks that shared a model on one rank, which has the whole model."""
+    resume_in_each_way(case_of("AutoTP"), one_rank_per_model({"checkpoint": {"load_universal": True}}), folder)
+
+
+def resume_in_each_way(case: TensorParallelCase, layout: SharedModel, folder: Path) -> None:
+    stock = resumed(case, layout, None, folder / "stock")
+    assert len(stock.tensors) >= 30
+    for saved_by, block in WAYS:
+        assert_same_bits(stock, resumed(case, layout, block, folder / saved_by))

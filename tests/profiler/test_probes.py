@@ -1,0 +1,198 @@
+"""Test the probes: they do the work that they time, on all ranks, in memory as in training, and free all of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import FP32_STATES, AdamKernel
+from deep_opt_states.profiler import probes
+from deep_opt_states.profiler.profile import sample, stock_cpu_adam, training_cpu_adam
+from deep_opt_states.profiler.ranks import Ranks
+from tests.profiler.threads import on_ranks
+from tests.profiler.virtual import SMALL, LaunchedAdam, TimedAdam, VirtualDevice
+from tests.runtime.plain_adam import PlainAdam
+
+LAUNCH_S, KERNEL_S, UPDATE_S, TICK_S = 6e-5, 1e-5, 5e-4, 1e-4
+
+
+# The host
+
+
+def states(kernel: AdamKernel | None = None, device: Device[Any] | None = None) -> probes.HostStates:
+    return probes.HostStates(device or HostDevice(), probes.SUB_GROUPS * 1000, kernel or PlainAdam())
+
+
+def updates_of(memory: probes.HostStates) -> probes.Probe:
+    return probes.host_updates(memory, "cpu_adam_params_per_s", FP32_STATES)
+
+
+def products(rows: int, small_rows: int) -> probes.Probe:
+    return probes.matrix_products(HostDevice(), {"matmul_flops_per_s": rows, "matmul_small_flops_per_s": small_rows})
+
+
+PROBES: dict[str, Callable[[], probes.Probe]] = {
+    "host memory": lambda: probes.host_memory(states().slab),
+    "training's Adam": lambda: updates_of(states(training_cpu_adam(probes.SUB_GROUPS, 2, ()))),
+    "stock's Adam": lambda: probes.stock_updates(stock_cpu_adam(probes.SUB_GROUPS), states(), HostDevice()),
+    "Adam on a device": lambda: probes.device_updates(HostDevice(), 8000, PlainAdam()),
+    "matrix products": lambda: products(64, 16),
+    "matrix products of one size": lambda: products(64, 64),
+    "copies": lambda: probes.bandwidth(HostDevice(), [probes.h2d(HostDevice(), 4096)], 3, "bytes_per_s"),
+}
+
+
+@pytest.mark.usefixtures("other_defaults")
+@pytest.mark.parametrize("make", PROBES.values(), ids=PROBES)
+def test_probes_stay_in_range_whatever_the_default_dtype_and_device_of_the_training_script(
+    make: Callable[[], probes.Probe],
+) -> None:
+    repeat = make()
+    for _ in range(50):
+        assert all(rate > 0 for rate in repeat().values())
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_the_probe_of_adam_updates_every_element(stock: bool) -> None:
+    kernel = stock_cpu_adam(probes.SUB_GROUPS) if stock else training_cpu_adam(probes.SUB_GROUPS, 2, ())
+    memory = states(kernel)
+    repeat = probes.stock_updates(kernel, memory, HostDevice()) if stock else updates_of(memory)
+    for _ in range(3):
+        repeat()
+    for tensors in memory.sub_groups:
+        smallest, largest = (value.item() for value in tensors.master.aminmax())
+        assert 0.9 < smallest <= largest < 1.0
+        assert largest - smallest < 1e-4
+        assert tensors.param is not None
+        assert torch.equal(tensors.param, tensors.master.bfloat16())
+
+
+def test_rates_beside_transfers_count_only_the_time_of_overlap() -> None:
+    """Check a device that takes 0.5 s for a copy in one direction and 1 s in the other, and 2 s for an update."""
+    device = VirtualDevice(copy_s=(0, 0.5, 1))
+
+    def updates_during_copies(device: Any, kernel: AdamKernel) -> probes.Probe:
+        directions = [probes.h2d(device, 4096), probes.d2h(device, 4096)]
+        return probes.host_updates_during_copies(device, states(kernel, device), directions)
+
+    updates, copies = "cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s"
+    with mock.patch.object(time, "perf_counter", side_effect=lambda: device.now_s):
+        repeat = updates_during_copies(device, TimedAdam(device, update_s=2))
+        assert repeat() == {updates: 1000 / 2, copies: 4096 / 0.5 + 4096 / 1}
+        # The probe chose 50 copies. Those of one direction now end at 5 s, after the second update of eight.
+        device.copy_s = (0, 0.1, 1)
+        assert repeat() == {updates: 1000 / 2, copies: pytest.approx(4096 / 0.1 + 4096 / 1)}
+        device.copy_s = (0, 0.01, 1)
+        with pytest.raises(probes.ProbeError, match="nothing overlapped"):
+            repeat()
+    repeat = updates_during_copies(HostDevice(), PlainAdam())
+    with pytest.raises(probes.ProbeError, match="nothing overlapped"):
+        repeat()
+
+
+# Kernels
+
+
+def updates(device: VirtualDevice, *, launch_s: float = LAUNCH_S, numel: int = 1000) -> probes.Probe:
+    return probes.device_updates(device, numel, LaunchedAdam(device, launch_s=launch_s, kernel_s=KERNEL_S))
+
+
+def test_a_stream_that_became_idle_too_early_is_kept_busy_for_longer() -> None:
+    device = VirtualDevice()
+    repeat = updates(device, launch_s=10e-3)
+    for _ in range(2):
+        assert repeat() == {"gpu_adam_params_per_s": pytest.approx(1000 / KERNEL_S)}
+    # Two launches take 20 ms. The next repetition begins with the wait that was long enough.
+    assert device.occupied_s == pytest.approx([2e-3, 8e-3, 32e-3, 32e-3])
+
+
+@pytest.mark.parametrize(
+    ("launch_s", "stays_busy"), [(probes.MAX_BUSY_S, 1.0), (LAUNCH_S, 0.0)], ids=["slow launches", "never busy"]
+)
+def test_launches_are_never_measured_instead_of_kernels(launch_s: float, stays_busy: float) -> None:
+    device = VirtualDevice()
+    device.stays_busy = stays_busy
+    message = r"the time would be that of the launches and not of the kernels: .* although it was kept busy for 0\.5 s"
+    with pytest.raises(probes.ProbeError, match=message):
+        updates(device, launch_s=launch_s)()
+    assert device.occupied_s[-1] == probes.MAX_BUSY_S
+
+
+def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(VirtualDevice):
+        """A device with 10 bytes less than 1000 parameters per launch need. It releases its cache first."""
+
+        def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if self.held_bytes + numel * dtype.itemsize > probes.LAUNCHES * 1000 * 16 - 10:
+                self.release_cached()
+                if self.held_bytes + numel * dtype.itemsize > probes.LAUNCHES * 1000 * 16 - 10:
+                    raise torch.OutOfMemoryError("no memory on the device")
+            return super().empty(numel, dtype)
+
+    monkeypatch.setattr(probes, "MIN_LAUNCH_NUMEL", 100)
+    device = Small()
+    repeat = updates(device, numel=4000)
+    # A launch of 1000 parameters does not fit, one of 500 does.
+    assert 500 * 16 * probes.LAUNCHES <= device.held_bytes < 1000 * 16 * probes.LAUNCHES
+    assert repeat() == {"gpu_adam_params_per_s": pytest.approx(500 / KERNEL_S)}
+    monkeypatch.setattr(probes, "MIN_LAUNCH_NUMEL", 1000)
+    del repeat
+    with pytest.raises(torch.OutOfMemoryError):
+        updates(device, numel=4000)
+
+
+# Repetitions and ranks
+
+EFFORT = replace(SMALL, warm_ups=2, min_samples=3, max_samples=10, budget_s=1.0)
+
+
+class CountingProbe:
+    """A probe whose n-th repetition returns a rate and a time of ``base`` + n, and whose ``fails_at``-th raises."""
+
+    def __init__(self, base: float = 0, fails_at: int | None = None) -> None:
+        if fails_at == 0:
+            raise MemoryError("no [memory]\nat all")
+        self._next = base
+        self._fails_at = fails_at
+
+    def __call__(self) -> probes.Rates:
+        self._next += 1
+        if self._next == self._fails_at:
+            raise MemoryError("no [memory]\nat all")
+        return {"h2d_bytes_per_s": self._next, "copy_latency_s": self._next}
+
+
+def test_the_slowest_rank_counts_in_each_repetition_after_the_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    outcomes = on_ranks(3, lambda ranks: sample(lambda: CountingProbe(base=[5, 0, 9][ranks.rank]), EFFORT, ranks))
+    # The smallest rate is rank 1's, the longest time rank 2's.
+    expected = [{"h2d_bytes_per_s": number, "copy_latency_s": 9 + number} for number in range(3, 13)]
+    assert outcomes == [expected] * 3
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 4], ids=["when it is prepared", "in the warm-up", "later"])
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(fails_at: int) -> None:
+    def program(ranks: Ranks) -> object:
+        return sample(lambda: CountingProbe(fails_at=fails_at if ranks.rank == 1 else None), EFFORT, ranks)
+
+    outcomes = on_ranks(3, program)
+    assert [type(outcome) for outcome in outcomes] == [probes.ProbeError] * 3
+    assert {str(outcome) for outcome in outcomes} == {"rank 1: MemoryError: no [memory]"}
+
+
+def test_cuda_releases_both_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check both calls, since no public function frees the pinned cache in every supported version of PyTorch."""
+    released: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("accelerator"))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: released.append("page-locked"), raising=False)
+    CudaDevice(0).release_cached()
+    assert released == ["accelerator", "page-locked"]

@@ -1,0 +1,305 @@
+"""Check units that move between updates, resident states as a write-back cache, speculated steps, and restarts.
+
+The bits are those of updating whole sub-groups one after the other, wherever units are cut and placed and whenever they
+move.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.interface import Device
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors
+from deep_opt_states.runtime.actions import Actions
+from deep_opt_states.runtime.executor import Executor, Waiter
+from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.runtime.shadow_states import ShadowStates
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import STATES, Range, Unit, Workload
+from tests.fake_device.device import FakeDevice
+from tests.fake_device.queues import Seeded, Timing, late_lanes
+from tests.runtime.moving import (
+    WRITTEN,
+    Model,
+    MovingIteration,
+    MovingTraining,
+    iterations_of,
+    models,
+    random_iterations,
+    random_plan,
+    timings,
+    train_serially,
+)
+from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.random_states import same, with_persistent
+
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+seeds = st.integers(0, 2**32)
+
+
+@pytest.mark.P1
+@pytest.mark.P2
+@given(models(), seeds, st.one_of(st.none(), timings))
+def test_units_that_move_between_updates_give_the_serial_bits(model: Model, seed: int, timing: Timing | None) -> None:
+    """Check it on the fake device with a timing, and on the host with real threads without one."""
+    iterations = random_iterations(random.Random(seed), model, 6, moves=seed % 4 > 0)
+    note(f"{model}\n{iterations}")
+    device: Device[Any] = HostDevice() if timing is None else FakeDevice(timing)
+    training = MovingTraining(model, iterations[0].plan, device)
+    assert same(training.train(iterations), train_serially(model, iterations))
+
+
+# Too little memory
+
+
+@contextmanager
+def short_of_memory(device: Device[Any], allocations: int) -> Iterator[None]:
+    """Let ``device`` raise its out-of-memory error after that many allocations."""
+    left = [allocations]
+
+    def allowing(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*arguments: Any) -> torch.Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError
+            return allocate(*arguments)
+
+        return empty
+
+    replaced = {name: allowing(getattr(device, name)) for name in ("empty", "empty_host")}
+    with mock.patch.multiple(device, **replaced):
+        yield
+
+
+@pytest.mark.P6
+@given(models(), seeds, timings, st.integers(0, 20), st.booleans())
+def test_a_move_that_lacks_memory_changes_nothing(
+    model: Model, seed: int, timing: Timing, allocations: int, prefetches: bool
+) -> None:
+    """Check that training goes on with the plan before, and that no memory is lost."""
+    chance = random.Random(seed)
+    before, after = (random_plan(chance, model) for _ in range(2))
+    device = FakeDevice(timing)
+    training = MovingTraining(model, before, device)
+    iterations = [
+        MovingIteration(plan=before),
+        MovingIteration(plan=before, prefetches=prefetches, is_skipped=prefetches),
+    ]
+    read = [tensor for number, iteration in enumerate(iterations) for tensor in training.run(number, iteration)]
+    units, allocated_bytes = training.memory.units, device.allocated_bytes
+    with short_of_memory(device, allocations), suppress(torch.OutOfMemoryError):
+        training.move(after)
+    if training.plan is before and training.memory.units is units:
+        assert device.allocated_bytes == allocated_bytes
+    elif training.plan is before:
+        # The memory has the new units, but the executor got no slots for them: the plan before is set again.
+        training.set_plan(before)
+    iterations.extend(MovingIteration(plan=training.plan) for _ in range(2))
+    for number in (2, 3):
+        read.extend(training.run(number, iterations[number]))
+    note(f"{model}\n{iterations}")
+    assert same([*read, *training.end()], train_serially(model, iterations))
+
+
+# Resident states
+
+MODEL = Model(numels=(20, 9), persistent=[[(14, 18)], []])
+WORKLOAD = Workload((Unit(0, (Range(0, 0, 16),)), Unit(1, (Range(0, 16, 4),)), Unit(2, (Range(1, 0, 9),))))
+PLAN, OTHER_PLAN = (
+    with_persistent(UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1), MODEL.persistent)
+    for placements in ((RESIDENT, CPU, RESIDENT), (RESIDENT, STREAMED, CPU))
+)
+TIMINGS = [*late_lanes(7), *map(Seeded, range(20))]
+
+
+def test_resident_states_are_loaded_once_until_the_states_are_given_back() -> None:
+    training = MovingTraining(MODEL, PLAN, HostDevice())
+    counts = []
+    for number in range(4):
+        with mock.patch.object(training.device, "copy", wraps=training.device.copy) as copy:
+            list(training.run(number, MovingIteration(plan=PLAN, prefetches=number == 1)))
+        counts.append(copy.call_count)
+        if number == 2:
+            with mock.patch.object(training.device, "copy", wraps=training.device.copy) as written:
+                training.executor.sync_states_to_host()
+                training.executor.sync_states_to_host()
+            assert written.call_count == 2 * len(STATES)
+    # An iteration after the first one also reads the gradients of both resident units.
+    assert counts[3] == counts[0] + 2
+    assert counts[1] == counts[2] == counts[0] + 2 - 2 * len(STATES)
+    training.end()
+
+
+@pytest.mark.parametrize("method", [None, "load", "mark_updated", "write_back", "invalidate"])
+def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_gives_a_wrong_number(method: str | None) -> None:
+    iterations = [
+        MovingIteration(plan=PLAN, forward=[0, 2]),
+        MovingIteration(plan=PLAN, writes_states=True, prefetches=True),
+        MovingIteration(plan=OTHER_PLAN),
+        MovingIteration(plan=PLAN, writes_states=True),
+    ]
+    expected = train_serially(MODEL, iterations)
+    with nullcontext() if method is None else mock.patch.object(ResidentStates, method):
+        found = (MovingTraining(MODEL, PLAN, FakeDevice(timing)).train(iterations) for timing in TIMINGS)
+        assert all(same(each, expected) for each in found) is (method is None)
+
+
+# Speculated steps
+
+
+def keep_all(issuer: Issuer, is_valid: Callable[[int], bool]) -> None:
+    KEEP(issuer, lambda unit: True)
+
+
+KEEP = Issuer.keep_speculations
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        None,
+        (Actions, "_commit", lambda actions, action: None),
+        (Issuer, "keep_speculations", keep_all),
+        (Executor, "_forget_speculations", lambda executor: None),
+        (ShadowStates, "write_back", lambda shadows: None),
+    ],
+    ids=["nothing", "no COMMIT", "all are kept", "none is forgotten", "no version is written back"],
+)
+def test_a_part_of_the_speculation_that_is_left_out_gives_a_wrong_number(
+    left_out: tuple[type, str, Callable[..., None]] | None,
+) -> None:
+    model = Model(numels=(9, 7, 8, 6, 5), persistent=[])
+    workload = Workload.from_numels(list(model.numels))
+    plan = UpdatePlan(workload=workload, placements=(CPU, STREAMED, RESIDENT, CPU, CPU), num_slots=1)
+    plan = replace(plan, eager=plan.eligible_as_eager)
+
+    def right(seed: int) -> bool:
+        iterations = iterations_of(random.Random(seed), [plan], 5)
+        timing = [*late_lanes(7), Seeded(seed)][seed % 8]
+        return same(
+            MovingTraining(model, plan, FakeDevice(timing)).train(iterations), train_serially(model, iterations)
+        )
+
+    with mock.patch.object(*left_out) if left_out is not None else nullcontext():
+        assert all(map(right, range(60))) is (left_out is None)
+
+
+def test_states_are_given_back_only_after_the_step_that_is_being_speculated() -> None:
+    started, may_go_on = threading.Event(), threading.Event()
+
+    class WaitingAdam(PlainAdam):
+        def update(self, *arguments: Any) -> None:
+            started.set()
+            assert may_go_on.wait(10)
+            super().update(*arguments)
+
+    class WaitingModel(Model):
+        def kernel(self) -> AdamKernel:
+            return WaitingAdam()
+
+    model = WaitingModel(numels=(9,), persistent=[])
+    plan = UpdatePlan(workload=Workload.from_numels([9]), placements=(CPU,), num_slots=1, eager=frozenset({0}))
+    training = MovingTraining(model, plan, HostDevice())
+    may_go_on.set()
+    list(training.run(0, MovingIteration(plan=plan)))
+    started.clear()
+    may_go_on.clear()
+    training.executor.speculate([0], [adam_step(2)], None)
+    assert started.wait(10)
+    reader = threading.Thread(target=training.executor.sync_states_to_host)
+    reader.start()
+    reader.join(0.2)
+    assert reader.is_alive()
+    may_go_on.set()
+    reader.join(10)
+    training.executor.close()
+
+
+# A restart after a failure
+
+
+class FailsInStepTwo(PlainAdam):
+    """A kernel that raises in the second step, when it updates sub-group 0."""
+
+    def update(self, sub_group: int, *arguments: Any) -> None:
+        if self.begun[-1][0].step == 2 and sub_group == 0:
+            raise ZeroDivisionError
+        super().update(sub_group, *arguments)
+
+
+class FailingModel(Model):
+    """A model whose update on the CPU fails in the second step."""
+
+    def kernel(self) -> AdamKernel:
+        return FailsInStepTwo()
+
+    def device_kernel(self) -> AdamKernel:
+        return PlainAdam()
+
+
+def fail_here(training: MovingTraining) -> None:
+    """Fail while other lanes update and flush; no copy in flight may reach the states that are loaded next."""
+    list(training.run(0, MovingIteration(plan=training.plan)))
+    training.backward(1)
+    training.executor.prefetch()
+    training.executor.begin([adam_step(2)] * 2)
+    training.executor.end()
+    assert isinstance(training.executor.failure, ZeroDivisionError)
+    training.executor.sync_states_to_host()
+
+
+def fail_on_another_rank_after_prefetches(training: MovingTraining) -> None:
+    list(training.run(0, MovingIteration(plan=training.plan, prefetches=True, is_skipped=True)))
+    training.executor.fail(ZeroDivisionError())
+
+
+def fail_on_another_rank_with_flushes_in_flight(training: MovingTraining) -> None:
+    training.backward(0)
+    training.executor.begin([adam_step(1)] * 2)
+    training.executor.end(Waiter.STREAM)
+    training.executor.fail(ZeroDivisionError())
+    training.executor.end()
+
+
+@pytest.mark.P6
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("placements", [(RESIDENT, CPU, STREAMED), (STREAMED, CPU, STREAMED)])
+@pytest.mark.parametrize(
+    "fail", [fail_here, fail_on_another_rank_after_prefetches, fail_on_another_rank_with_flushes_in_flight]
+)
+def test_the_next_update_after_a_failure_starts_from_the_restored_states(
+    fail: Callable[[MovingTraining], None], placements: tuple[Placement, ...], eager: bool
+) -> None:
+    plan = UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1, eager=frozenset({1} if eager else ()))
+    for timing in TIMINGS:
+        model = FailingModel(**vars(MODEL)) if fail is fail_here else MODEL
+        training = MovingTraining(model, plan, FakeDevice(timing))
+        fail(training)
+        for tensors in training.memory.sub_groups:
+            for name in STATES:
+                getattr(tensors, name).fill_(WRITTEN)
+        training.executor.clear_failure()
+        list(training.run(2, MovingIteration(plan=plan)))
+        found = training.end()
+        for index, gradient in enumerate(MODEL.gradients(2)):
+            states = {name: torch.full_like(gradient, WRITTEN) for name in STATES}
+            kernel = PlainAdam()
+            kernel.begin_step([adam_step(3)] * 2)
+            param = torch.empty(gradient.numel(), dtype=MODEL.dtype)
+            kernel.update(index, AdamTensors(**states, grad=gradient, param=param))
+            assert same(found[3 * index : 3 * index + 3], list(states.values()))
+            assert torch.equal(found[3 * 2 + index], param)

@@ -1,1 +1,0 @@
-"""Does a plan take as much memory of the GPU as predicted?"""

@@ -1,0 +1,332 @@
+"""Run scenarios that train: backwards, gradients, norms, loss scales, optimizers, sub-groups and experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.utils import safe_get_local_grad, safe_set_local_grad, set_z3_leaf_modules
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from tests.zero.behaviour.behaviour_variant import (
+    BLOCK,
+    BY_DTYPE,
+    FP16,
+    FP32,
+    BehaviourNet,
+    BehaviourVariant,
+    Seen,
+    counters,
+    final_states,
+    gradients,
+    inputs,
+    loss_of,
+    params,
+    raised,
+    slow_updates,
+    train,
+)
+from tests.zero.on_accelerator import on_accelerator
+from tests.zero.parity.training import placements_by_name
+
+
+def gradients_that_the_caller_changes(variant: BehaviourVariant) -> Seen:
+    """Clip gradients as the caller, and make the norm invalid by the loss and by one element of the last rank."""
+    for (dtype, changes), bad in zip(BY_DTYPE.items(), (math.nan, math.inf, math.nan), strict=True):
+        engine = variant.engine(BehaviourNet(), gradient_clipping=0.05, **changes)
+        for step in range(6):
+            engine.backward(loss_of(engine(inputs(step, dtype))) * (bad if step == 1 else 1.0))
+            yield "norms", torch.stack(engine.optimizer._get_norm_groups())
+            if step > 1:
+                for param in engine.module.parameters():
+                    gradient = safe_get_local_grad(param).clamp(-1e-3, 1e-3)
+                    if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                        gradient[0] = bad
+                    safe_set_local_grad(param, gradient)
+                yield "norms", torch.stack(engine.optimizer._get_norm_groups())
+            engine.step()
+            yield from counters(engine)
+            yield "overflow", bool(engine.optimizer.overflow)
+        yield from final_states(engine)
+
+
+def loss_scales(variant: BehaviourVariant) -> Seen:
+    """Train with a dynamic loss scale with hysteresis, with a static one, and with one that the caller sets."""
+    dynamic = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 4}
+    for fp16 in (dynamic, {"enabled": True, "loss_scale": 128}):
+        engine = variant.engine(BehaviourNet(), **FP32, fp16=fp16)
+        yield from train(engine, 6, torch.float16)
+        yield from final_states(engine)
+    engine = variant.engine(BehaviourNet(), **FP16)
+    engine.optimizer.override_loss_scale(32.0)
+    yield from train(engine, 3, torch.float16)
+    yield from final_states(engine)
+
+
+def learning_rates(variant: BehaviourVariant) -> Seen:
+    """Set hyperparameters in every possible way, between steps while an update is in flight."""
+    for block in (BLOCK, {"placement": "cpu"}):
+        variant.replace_block(block)
+        engine = variant.engine(BehaviourNet())
+        with slow_updates(variant):
+            yield from train(engine, 2)
+            engine.optimizer.set_lr(3e-3)
+            yield "optimizer", engine.optimizer.get_lr()
+            yield from train(engine, 2)
+            for group in engine.optimizer.param_groups:
+                group.update(lr=2e-1, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-3)
+            yield from train(engine, 2)
+            engine.optimizer.optimizer.param_groups[0]["lr"] = 0.0
+            yield from train(engine, 2)
+        yield "mom", engine.get_mom()
+        yield from final_states(engine)
+
+
+def optimizers_and_schedulers(variant: BehaviourVariant) -> Seen:
+    """Use those of the config, those that the caller creates, with param groups, and functions that create them."""
+
+    def halving(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    engine = variant.engine(BehaviourNet(2), {"lr_scheduler": halving}, **FP16)
+    yield from train(engine, 5, torch.float16)
+    yield from final_states(engine)
+    model = BehaviourNet()
+    weights, biases = ([layer.weight for layer in model.layers], [layer.bias for layer in model.layers])
+    groups = [{"params": weights, "weight_decay": 0.1, "name": "weights"}, {"params": biases, "lr": 1e-4}]
+    optimizer = DeepSpeedCPUAdam(groups, lr=1e-2, adamw_mode=False)
+    engine = variant.engine(model, {"optimizer": optimizer, "lr_scheduler": halving(optimizer)}, optimizer=None)
+    yield from train(engine)
+    yield "names", [group.get("name") for group in engine.optimizer.param_groups]
+    yield from final_states(engine)
+    created = {"optimizer": lambda params: DeepSpeedCPUAdam(params, lr=1e-2, bias_correction=False, eps=1e-5)}
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}
+    engine = variant.engine(BehaviourNet(), created, optimizer=None, scheduler=scheduler)
+    yield from train(engine)
+    yield from final_states(engine)
+
+
+def backward_of_tensors(variant: BehaviourVariant) -> Seen:
+    """Call ``loss.backward()``, ``output.backward(gradient)`` and that of a scaled loss, not ``engine.backward``."""
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=2)
+    for step in range(6):
+        output = engine(inputs(step))
+        if step % 2:
+            loss_of(output).backward()
+            yield from gradients(engine)
+        else:
+            output.backward(torch.ones_like(output))
+        engine.step()
+    yield from counters(engine)
+    yield from final_states(engine)
+    engine = variant.engine(BehaviourNet(), **FP16)
+    for step in range(3):
+        engine.scale(loss_of(engine(inputs(step, torch.float16)))).backward()
+        yield from gradients(engine)
+        engine.step()
+        yield from counters(engine)
+    yield from final_states(engine)
+    loss = loss_of(engine(inputs(4, torch.float16)))
+    yield "without scale", raised(loss.backward)
+
+
+def backwards_without_a_step(variant: BehaviourVariant) -> Seen:
+    """Accumulate gradients from forward to forward until ``zero_grad``, and call the optimizer's own ``step``."""
+    engine = variant.engine(BehaviourNet())
+    yield from train(engine)
+    for zero_grad in (False, True):
+        for step in range(3):
+            engine.backward(loss_of(engine(inputs(step))))
+            yield from gradients(engine)
+            if zero_grad:
+                engine.optimizer.zero_grad()
+        engine.optimizer.step()
+        yield "norm", float(engine.optimizer._global_grad_norm)
+        yield from params(engine)
+    yield from final_states(engine)
+
+
+def windows_of_the_caller(variant: BehaviourVariant) -> Seen:
+    """Set the boundaries of accumulation, coalesce reductions, and do not average over backwards."""
+    engine = variant.engine(BehaviourNet(), gradient_clipping=0.1)
+    for window in range(3):
+        for position in range(3):
+            engine.set_gradient_accumulation_boundary(position == 2)
+            engine.backward(loss_of(engine(inputs(3 * window + position))))
+        yield from gradients(engine)
+        engine.step()
+        yield from counters(engine)
+    yield from final_states(engine)
+    engine = variant.engine(BehaviourNet(), gradient_clipping=0.1)
+    for step in range(4):
+        with engine.coalesce_grad_reduction():
+            for part in range(3):
+                engine.backward(loss_of(engine(inputs(3 * step + part))))
+            yield "refused", raised(engine.step)
+        yield from gradients(engine)
+        engine.step()
+        yield from train(engine, 1, first=20 + step)
+    yield from final_states(engine)
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
+    for step in range(6):
+        engine.backward(loss_of(engine(inputs(step))), scale_wrt_gas=False)
+        engine.step()
+    yield from final_states(engine)
+
+
+def one_loss_of_several_engines(variant: BehaviourVariant) -> Seen:
+    engines = [variant.engine(BehaviourNet()), variant.engine(BehaviourNet(3)), variant.engine(BehaviourNet(2))]
+    for step in range(3):
+        losses = [loss_of(engine(inputs(step))) / (1 + index) for index, engine in enumerate(engines)]
+        torch.stack(losses).sum().backward()
+        for engine in engines:
+            yield from gradients(engine)
+        for engine in engines:
+            engine.step()
+            engine.optimizer.zero_grad()
+    for engine in engines:
+        yield from counters(engine)
+        yield from final_states(engine)
+
+
+class Mixture(BehaviourNet):
+    """A leaf module of DeepSpeed, of which a batch reaches one layer. The others get gradients of zero."""
+
+    reached = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers[self.reached](x))
+
+
+def leaf_modules(variant: BehaviourVariant) -> Seen:
+    """Let each rank's batch reach another layer, and some layers get no batch."""
+    mixture = Mixture()
+    model = torch.nn.Sequential(BehaviourNet(1), mixture, BehaviourNet(1))
+    yield "leaves", len(set_z3_leaf_modules(model, [Mixture]))
+    engine = variant.engine(model, gradient_accumulation_steps=2)
+    for step in range(6):
+        mixture.reached = (step + dist.get_rank()) % 4
+        engine.backward(loss_of(engine(inputs(step))))
+        if engine.is_gradient_accumulation_boundary():
+            yield from gradients(engine)
+        engine.step()
+        yield from counters(engine)
+    yield from final_states(engine)
+
+
+class Recomputed(BehaviourNet):
+    """A network that recomputes with DeepSpeed's own activation checkpointing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Without it, no output of a recomputed layer has a gradient.
+        x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(deepspeed.checkpointing.checkpoint(layer, x))
+        return x
+
+
+def activation_checkpointing_of_deepspeed(variant: BehaviourVariant) -> Seen:
+    """Recompute without ``cpu_checkpointing``, which loses the inputs on the CPU accelerator, also with stock."""
+    deepspeed.checkpointing.configure(None, num_checkpoints=4)
+    engine = variant.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
+    yield from train(engine, 4)
+    yield from final_states(engine)
+
+
+def reductions(variant: BehaviourVariant) -> Seen:
+    """Train with the settings that choose how gradients are reduced, and in which dtype."""
+    not_scattered = {"overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False}
+    in_small_buckets = {"overlap_comm": True, "reduce_bucket_size": 10, "stage3_allgather_sequential": True}
+    for settings, changes in (
+        (not_scattered, {"gradient_predivide_factor": 4.0}),
+        (in_small_buckets, {"gradient_clipping": 0.01}),
+        ({"stage3_use_all_reduce_for_fetch_params": True}, {"communication_data_type": "fp32"}),
+        ({}, {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}),
+    ):
+        engine = variant.engine(BehaviourNet(), zero_optimization=settings, gradient_accumulation_steps=2, **changes)
+        yield from train(engine, 4)
+        yield from gradients(engine)
+        yield from final_states(engine)
+
+
+def mixtral() -> torch.nn.Module:
+    shape = MixtralConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+    )
+    return MixtralForCausalLM(shape)
+
+
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Replace AutoEP's hooks that record router logits, which fail with this version of transformers."""
+
+
+def experts(variant: BehaviourVariant) -> Seen:
+    """Train with all experts on each rank, then with the experts divided among the ranks, and with rules by name."""
+    rules = [{"match": "*.experts.*", "states": "streamed"}, {"match": "*.self_attn.*", "states": "cpu"}]
+    by_name = {"placement": rules, "unit_size": 700}
+    for block, size in ((BLOCK, 1), (BLOCK, dist.get_world_size()), (by_name, dist.get_world_size())):
+        variant.replace_block(block)
+        changes = {
+            "expert_parallel": {
+                "enabled": True,
+                "autoep_size": size,
+                "preset_model": "mixtral",
+                "use_grouped_mm": False,
+            },
+            "gradient_clipping": 0.1,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"sub_group_size": 2000},
+        }
+        with zero.Init(config_dict_or_path=variant.config(**changes)):
+            model = mixtral()
+        # Transformers does not initialize the experts in this context.
+        with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            for param in model.parameters():
+                torch.nn.init.normal_(param.data, std=0.2)
+        with mock.patch.object(auto_ep_presets, "_install_instance_transformers_output_recorders", do_nothing):
+            engine = variant.engine(model, **changes)
+        yield "sub-groups", len(engine.optimizer.fp16_groups)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            tokens = on_accelerator(torch.randint(0, 61, (2, 16), generator=generator))
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            yield "loss", loss.detach()
+            yield from counters(engine)
+        yield from final_states(engine)
+    for optimizer in variant.optimizers[2:]:
+        placements = placements_by_name(optimizer)
+        for part, expected in ((".experts.", "streamed"), (".self_attn.", "cpu")):
+            assert {found.value for name, found in placements.items() if part in name} == {expected}, placements
+
+
+SCENARIOS = (
+    gradients_that_the_caller_changes,
+    loss_scales,
+    learning_rates,
+    optimizers_and_schedulers,
+    backward_of_tensors,
+    backwards_without_a_step,
+    windows_of_the_caller,
+    one_loss_of_several_engines,
+    leaf_modules,
+    activation_checkpointing_of_deepspeed,
+    reductions,
+    experts,
+)

@@ -1,1 +1,0 @@
-"""Do gradients have the values of stock, and where are they copied?"""

@@ -1,0 +1,199 @@
+"""Check that states are on disk and not in memory, that nothing is left, and that a failing disk stops all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deep_opt_states.device.state_file import DiskError, StateFile
+from deep_opt_states.host import machine
+from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.zero.internals.agreement import RanksDisagree
+from deep_opt_states.zero.start import disk
+from perf_model.prediction.memory import MemoryKind, memory_of
+from tests.ranks import ended_ranks, on_ranks, ranks
+from tests.tiers import thorough
+from tests.zero.parity.cases import ALL_ON_DISK, ON_DISK
+from tests.zero.parity.parity_model import batch
+from tests.zero.parity.training import (
+    Record,
+    assert_same_bits,
+    closing_engine,
+    collect,
+    make_engine,
+    shared_folder,
+)
+
+CASE = replace(ON_DISK, name="disk", blocks=(ALL_ON_DISK,), schedule=False, clip=0.5)
+IN_TWO_FOLDERS = {**ALL_ON_DISK, "nvme_paths": [CASE.disk]}
+
+
+def train_steps(engine: Any, steps: range) -> Record:
+    """Train the steps, and return the states after them."""
+    for number in steps:
+        x, target = batch(CASE, dist.get_rank(), number, torch.bfloat16)
+        engine.backward(engine(x, target, 1.0, 1.0))
+        engine.step()
+    record = Record()
+    collect(engine.optimizer, record)
+    return record
+
+
+def mapped_bytes(folder: str) -> int:
+    """Return the bytes that this process has mapped from files without a name in ``folder``."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        if path.startswith(folder) and path.endswith("(deleted)"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            found += end - begin
+    return found
+
+
+@pytest.mark.P5
+def test_the_states_on_disk_take_no_host_memory_and_leave_no_file() -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    on_ranks(2, map_states)
+    left = set(Path(tempfile.gettempdir()).iterdir()) - before
+    assert not [path for path in left if path.name.startswith("deep_opt_states-")]
+
+
+def map_states() -> None:
+    """Check the bytes of an engine on disk and in memory, found and planned."""
+    with closing_engine(CASE, ALL_ON_DISK) as engine:
+        assembly = engine.optimizer._assembly
+        plan, setup = engine.optimizer.plan, assembly.context.setup
+        reserved = engine.optimizer.accounting_device.reserved
+        pinned = sum(each.count * each.each_bytes for each in reserved if each.kind is MemoryKind.PINNED)
+        planned = memory_of(plan, setup).pinned_bytes
+        on_disk = setup.widths.disk_bytes(plan.workload).on_disk
+        assert mapped_bytes(CASE.disk) == on_disk > 0.5 * 12 * plan.workload.numel
+        assert planned <= pinned <= planned + 100, "and the persistent parameters"
+    assert mapped_bytes(CASE.disk) == 0
+
+
+@pytest.mark.P6
+@ranks(2)
+def test_without_enough_space_for_all_ranks_nothing_is_written() -> None:
+    little = mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=10**5))
+    with little, pytest.raises(DiskError) as refused:
+        make_engine(CASE, ALL_ON_DISK)
+    error = str(refused.value)
+    assert "must have room for the optimizer states of the 2 ranks of this node" in error
+    assert "100 kB" in error or "0.0001 GB free" in error
+    assert mapped_bytes(CASE.disk) == 0
+
+
+@pytest.mark.P6
+@ranks(2)
+def test_a_failing_disk_of_one_rank_stops_all_and_a_checkpoint_restores_the_bits_of_stock() -> None:
+    with shared_folder() as folder, closing_engine(CASE, None) as engine:
+        train_steps(engine, range(3))
+        engine.save_checkpoint(str(folder))
+        train_steps(engine, range(3, 6))
+        # DeepSpeed's kernel computes powers of beta in another way after a load.
+        engine.load_checkpoint(str(folder))
+        stock = train_steps(engine, range(3, 6))
+    fails = dist.get_rank() == 0
+    expected = "The optimizer states must be readable and writable in" if fails else "another rank|rank 0"
+    for name in ("preadv", "pwritev"):
+        with shared_folder() as folder, closing_engine(CASE, IN_TWO_FOLDERS) as engine:
+            train_steps(engine, range(3))
+            engine.save_checkpoint(str(folder))
+            failing = mock.patch.object(os, name, side_effect=OSError(errno.EIO, "EIO"))
+            with failing if fails else nullcontext(), pytest.raises(UpdateFailed, match=expected):
+                train_steps(engine, range(3, 6))
+            engine.load_checkpoint(str(folder))
+            assert_same_bits(stock, train_steps(engine, range(3, 6)))
+
+
+@pytest.mark.P5
+@ranks(1)
+def test_states_that_do_not_fit_into_free_host_memory_are_on_disk_without_another_key() -> None:
+    """Train with little host memory above the margin."""
+    free_bytes = int(disk.HOST_MARGIN * machine.memory().usable_bytes) + 300_000
+    free = mock.patch.object(disk, "free_share_bytes", return_value=free_bytes)
+    with free, closing_engine(CASE, {"unit_size": 5000}) as engine:
+        ours = train_steps(engine, range(3))
+        workload = engine.optimizer.plan.workload
+    assert 0 < workload.on_disk_numel < workload.numel
+    with closing_engine(CASE, None) as engine:
+        assert_same_bits(train_steps(engine, range(3)), ours)
+
+
+@pytest.mark.P4
+def test_a_run_that_is_killed_after_a_write_resumes_with_the_bits_of_stock(tmp_path: Path) -> None:
+    (killed,) = ended_ranks(1, partial(save_and_be_killed, tmp_path), tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.output[-5000:]
+    on_ranks(1, resume, tmp_path)
+
+
+def save_and_be_killed(folder: Path) -> None:
+    """Save a checkpoint, and kill this process after a write of a later update."""
+    write = StateFile.write
+
+    def write_and_die(*arguments: Any) -> None:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with closing_engine(CASE, ALL_ON_DISK) as engine:
+        train_steps(engine, range(3))
+        engine.save_checkpoint(str(folder))
+        train_steps(engine, range(3, 4))
+        with mock.patch.object(StateFile, "write", write_and_die):
+            train_steps(engine, range(4, 6))
+
+
+def resume(folder: Path) -> None:
+    found = []
+    for block in (None, ALL_ON_DISK):
+        with closing_engine(CASE, block) as engine:
+            engine.load_checkpoint(str(folder))
+            found.append(train_steps(engine, range(3, 6)))
+    assert_same_bits(*found)
+
+
+@pytest.mark.P6
+@ranks(2)
+def test_a_disk_that_fails_before_a_save_raises_on_all_ranks_and_training_goes_on() -> None:
+    fails = dist.get_rank() == 0
+    expected = (DiskError, "could not be read") if fails else (RanksDisagree, "rank 0: DiskError: .*could not be read")
+    with shared_folder() as folder, closing_engine(CASE, IN_TWO_FOLDERS) as engine:
+        train_steps(engine, range(3))
+        failing = mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, "EIO"))
+        with failing if fails else nullcontext(), pytest.raises(expected[0], match=expected[1]):
+            engine.save_checkpoint(str(folder))
+        assert not any(folder.iterdir())
+        ours = train_steps(engine, range(3, 6))
+    with closing_engine(CASE, None) as engine:
+        train_steps(engine, range(3))
+        assert_same_bits(train_steps(engine, range(3, 6)), ours)
+
+
+@pytest.mark.parametrize("steps", [60, thorough(1000)])
+@ranks(1, timeout_s=600)
+def test_training_with_states_on_disk_takes_no_more_memory_with_each_step(steps: int) -> None:
+    """Compare the anonymous memory and the open descriptors after a tenth of the steps, and after all."""
+    found = []
+    with closing_engine(CASE, ALL_ON_DISK) as engine:
+        for last in (steps // 10, steps):
+            train_steps(engine, range(last))
+            status = Path("/proc/self/status").read_text()
+            found.append((int(status.partition("RssAnon:")[2].split()[0]), len(os.listdir("/proc/self/fd"))))
+    (early_kb, early_descriptors), (late_kb, late_descriptors) = found
+    assert late_descriptors == early_descriptors
+    assert late_kb <= early_kb + 2000 + 0.1 * steps

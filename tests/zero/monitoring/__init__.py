@@ -1,1 +1,0 @@
-"""Do logs, monitor events and reports show the measured times?"""

@@ -1,1 +1,0 @@
-"""Do units move between steps without a change of any bit?"""

@@ -1,0 +1,180 @@
+"""Make engines run another plan after their steps, and count the units that move."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from deep_opt_states.zero.internals.compat import partitions_by_name
+from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
+from deep_opt_states.zero.step.running_plan import RunningPlan
+from perf_model.schedule.cutting import cut_into_units
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan, place_all
+from perf_model.schedule.workload import Partition, Range
+
+KINDS = {f"{one.value} to {other.value}" for one in Placement for other in Placement if one is not other}
+"""The kinds of moves: from each placement to each other one."""
+
+
+@dataclass
+class MoveCounts:
+    """The moves of one or more trainings on one rank.
+
+    ``kinds`` counts units of new plans by the old and the new placement of their first element, if these differ.
+    ``recut_plans`` counts new plans that cut sub-groups elsewhere than the plan before. ``evictions`` and
+    ``restorations`` count how often the memory of a plan was given back, and reserved again.
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    recut_plans: int = 0
+    evictions: int = 0
+    restorations: int = 0
+
+    def add(self, before: UpdatePlan, plan: UpdatePlan) -> None:
+        """Count the moves from the plan ``before`` to ``plan``."""
+        placed = _placements(before)
+        for (first, *_), placement in _placements(plan).items():
+            (old,) = (
+                old
+                for runs, old in placed.items()
+                if any(run.sub_group == first.sub_group and run.begin <= first.begin < run.end for run in runs)
+            )
+            if old is not placement:
+                self.kinds[f"{old.value} to {placement.value}"] += 1
+        self.recut_plans += bool(_placements(plan).keys() - placed.keys())
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the counts as an answer of a rank."""
+        return {**vars(self), "kinds": dict(self.kinds)}
+
+
+def _placements(plan: UpdatePlan) -> dict[tuple[Range, ...], Placement]:
+    placed = zip(plan.workload.units, plan.placements, strict=True)
+    return {unit.ranges: placement for unit, placement in placed if not unit.is_persistent}
+
+
+NUM_UNITS = (80, 27, 12, 1)
+"""The numbers of units of random plans, about: no unit crosses a border of parameters that share no sub-group."""
+
+EVICTED = 0.2
+"""The share of the steps after which the memory of the plan is given back, on all ranks."""
+
+EVICTED_IN_FORWARD = 0.1
+"""The share of the forwards before which it is given back as before a larger input, on one rank alone."""
+
+
+def random_moves(seed: int, moved: MoveCounts, change_after: float) -> AbstractContextManager[None]:
+    """Return a context in which engines run a random plan after a share ``change_after`` of their steps.
+
+    Sometimes the memory of the plan is given back before that, or before a forward, until the next step. The plan is
+    the same on every rank. ``moved`` counts what moves.
+    """
+    rng, evictions = random.Random(seed), random.Random(f"evictions {seed}")
+    evictions_in_forward = random.Random(f"evictions in forward {seed} {dist.get_rank()}")
+
+    def evict(running: RunningPlan) -> None:
+        was_evicted = running.is_evicted
+        running.evict()
+        moved.evictions += running.is_evicted and not was_evicted
+
+    def adapt(running: RunningPlan) -> bool:
+        if evictions.random() < EVICTED:
+            evict(running)
+        elif running.is_evicted:
+            assert running.restore()
+            moved.restorations += 1
+        if rng.random() >= change_after:
+            return False
+        _adopt(running, random_plan(rng, _sub_groups(running)), moved)
+        return True
+
+    def before_forward(optimizer: Any) -> None:
+        if evictions_in_forward.random() < EVICTED_IN_FORWARD:
+            optimizer._before_eviction()
+            evict(optimizer._running)
+
+    return _adapting(adapt, before_forward)
+
+
+def moves_in_turn(*placed: tuple[Placement, int]) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that returns a context in which engines run another plan after each step, in turn.
+
+    ``placed`` has the placement and the size of all units of each plan.
+    """
+
+    def seeded() -> AbstractContextManager[None]:
+        turns = cycle(placed)
+
+        def adapt(running: RunningPlan) -> bool:
+            placement, unit_size = next(turns)
+            workload = cut_into_units(_sub_groups(running), unit_size)
+            plan = UpdatePlan(workload=workload, placements=place_all(workload, placement), num_slots=1)
+            _adopt(running, plan, MoveCounts())
+            return True
+
+        return _adapting(adapt)
+
+    return seeded
+
+
+def random_plan(rng: random.Random, sub_groups: list[list[Partition]]) -> UpdatePlan:
+    """Return a plan with random units, placements, slots and order."""
+    numel = sum(partition.numel for sub_group in sub_groups for partition in sub_group)
+    workload = cut_into_units(sub_groups, -(-numel // rng.choice(NUM_UNITS)))
+    allowed = rng.choice((tuple(Placement), tuple(Placement), (Placement.CPU, Placement.RESIDENT), (Placement.CPU,)))
+    order = list(range(len(workload.units)))
+    rng.shuffle(order)
+    return UpdatePlan(
+        workload=workload,
+        placements=tuple(Placement.CPU if unit.is_persistent else rng.choice(allowed) for unit in workload.units),
+        num_slots=rng.randint(1, 3),
+        order=rng.choice((None, tuple(order))),
+    )
+
+
+@contextmanager
+def _adapting(
+    adapt: Callable[[RunningPlan], bool], before_forward: Callable[[Any], object] = lambda optimizer: None
+) -> Iterator[None]:
+    """Call ``adapt`` where the engine would adapt its own plan. It returns whether the plan has changed.
+
+    ``before_forward`` is called with the optimizer where the engine would give the memory of its plan back.
+    """
+    forward = DeepSpeedEngine.forward
+
+    def adapted(optimizer: DeepOptimizerStates_Stage3) -> None:
+        if adapt(optimizer._running):
+            optimizer._progress.plan_changed(optimizer.report, optimizer._assembly)
+
+    def act_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.optimizer, DeepOptimizerStates_Stage3):
+            before_forward(self.optimizer)
+        return forward(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(DeepOptimizerStates_Stage3, "_adapt", adapted),
+        mock.patch.object(DeepSpeedEngine, "forward", act_and_forward),
+    ):
+        yield
+
+
+def _adopt(running: RunningPlan, plan: UpdatePlan, moved: MoveCounts) -> None:
+    moved.add(running.plan, plan)
+    was_evicted = running.is_evicted
+    running.adopt(plan)
+    assert was_evicted or running.restore()
+    assert running.plan == plan
+
+
+def _sub_groups(running: RunningPlan) -> list[list[Partition]]:
+    return partitions_by_name(running.gradients._optimizer)

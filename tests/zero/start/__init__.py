@@ -1,1 +1,0 @@
-"""Is the plugin enabled, refused or disabled as the JSON config requires?"""
