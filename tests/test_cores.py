@@ -146,6 +146,9 @@ def test_nothing_is_bound_on_the_cpu_accelerator_with_too_few_cores_or_without_b
     for share in shares(node_of(machine_of([8]), [None] * 2), bind=False):
         assert (share.threads, share.cores, share.launch_cores) == (2, (), ())
         assert '"bind_cores" is false' in str(share)
+    for share in shares(node_of(machine_of([8]), [None] * 2), cpu_threads=6):
+        assert (share.threads, share.cores) == (6, ())
+        assert "more threads than they have CPUs" in str(share)
 
 
 def test_the_ranks_of_a_container_divide_its_quota_and_cores_beyond_it_are_launch_cores() -> None:

@@ -145,6 +145,7 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "link": (plan(link_gb_per_s=0.2), "--link-gb-per-s: must be a number from 0.3 to 2000"),
     "disks": (plan(nvme="6,5,4,3"), "rates"),
     "output": (plan(timeline="/dev/null/trace.json", unit_size=10**9), "/dev/null/trace.json"),
+    "picture": (plan(timeline="trace.txt"), "must end with .json"),
     "many pairs": ([*SIZES, "--world-sizes", MANY, "--micro-batches", MANY], "at most 500 pairs, found 10,000"),
     "pairs": ([*SIZES, "--world-sizes", "1,,2", "--micro-batches", "1"], "1,,2"),
     "csv": (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from deep_opt_states import doctor
 from deep_opt_states.cli import doctor_command, profile_command
 from deep_opt_states.cli.main import main
 from deep_opt_states.cli.profile_command import check_output
+from deep_opt_states.device import state_file
 from deep_opt_states.doctor import Extension, Finding, Status
 from deep_opt_states.host import machine as host
 from deep_opt_states.profiler import disk
@@ -287,6 +289,30 @@ def test_an_output_that_cannot_be_written_is_refused_before_measuring(
     monkeypatch.setattr(profile_command, "replace_file", mock.Mock(side_effect=OSError(30, "Read-only file system")))
     with pytest.raises(ProfileError, match="Read-only file system"):
         check_output(tmp_path / "profile.json")
+
+
+def test_a_profile_of_several_ranks_says_so_and_each_rank_needs_a_gpu(
+    measured: HardwareProfile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_command._print(measured, 4)
+    assert "(of 4; the ranks of a node load that node only)" in " ".join(capsys.readouterr().out.split())
+    cuda = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 2)
+    with (
+        mock.patch("deepspeed.accelerator.get_accelerator", return_value=cuda),
+        pytest.raises(ProfileError, match="less than the number of GPUs, 2; found 3"),
+    ):
+        profile_command._accelerator(3)
+
+
+def test_a_compiler_that_does_not_run_is_missing() -> None:
+    assert "no-such-compiler -O2" in doctor._missing_tools({"CXX": "no-such-compiler -O2"})
+
+
+def test_a_folder_in_memory_and_one_without_direct_io_are_doubted(tmp_path: Path) -> None:
+    for kind, doubt in {"tmpfs": "is on tmpfs", "nfs4": "has no direct I/O"}.items():
+        patched = [mock.patch.object(module, "file_system", return_value=kind) for module in (disk, state_file)]
+        with patched[0], patched[1]:
+            assert [doubt in found for found in disk.doubts([tmp_path])] == [True]
 
 
 def test_disks_are_measured_with_the_blocks_and_the_io_of_training(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape, SharedLayers
-from perf_model.units import significant
+from perf_model.units import significant, size_of
 from tests.cli.planning import LLAMA, job, planned, printed_plan, words_of
 from tests.launch import REPOSITORY
 from tests.model.profiles import RATES, profile
@@ -64,6 +64,25 @@ def test_every_preset_is_planned_for_with_consistent_figures(machine: str, model
     block = found["deepspeed_config"]
     assert block["deep_optimizer_states"] == {"placement": "planned"}
     assert block["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_the_verdict_of_a_job_that_fits_without_offloading_compares_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "times as fast as without offloading" in words_of(job("gh200", "7B", world_size=8, ranks_per_node=1), capsys)
+    found = planned(job(states="bf16-masters"))["baselines"]["no_offload"]
+    assert found["why"] == "DeepSpeed offloads bf16 master weights whose moments are fp32"
+    rules = write(tmp_path, [{"match": "*", "states": "streamed"}])
+    assert planned(job(rules=rules, gpu_memory_gb=40))["deepspeed_config"]["deep_optimizer_states"]["num_slots"] >= 1
+    assert size_of(10**9, None) == "1.0 GB (limit unknown)"
+
+
+def test_a_job_that_does_not_fit_names_the_number_of_ranks_with_which_it_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", *job(model="Llama-3-70B", world_size=8, host_memory_gb=300)]) == 1
+    shown = capsys.readouterr()
+    assert "32 ranks (--world-size or --nodes): " in shown.out + shown.err
 
 
 def test_overlap_hides_time_and_never_adds_any() -> None:

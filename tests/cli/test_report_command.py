@@ -12,6 +12,7 @@ from itertools import count, product
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -288,6 +289,11 @@ def test_a_folder_without_a_readable_run_is_refused_with_the_remedy(
     assert '"report": "FOLDER"' in message
 
 
+def test_a_page_that_cannot_be_written_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--output", "/dev/null/page.html"]) == 1
+    assert capsys.readouterr().err.startswith("--output: must be a file that can be written, found /dev/null/page.html")
+
+
 def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_files_there(tmp_path: Path) -> None:
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
@@ -300,3 +306,8 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     third = train(tmp_path)
     assert not (tmp_path / "report.html").exists()
     third.close()
+    # A writer that fails lets another one use the folder.
+    failing = RunWriter(tmp_path, EVERY, lambda: INFO)
+    with mock.patch.object(json, "dumps", side_effect=MemoryError), pytest.raises(MemoryError):
+        failing.updated(nothing, first)
+    train(tmp_path).close()

@@ -8,6 +8,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,13 @@ from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import RanksDisagree
-from deep_opt_states.zero.start.node_share import FreeHostMemory, SharingRanks, check_free_memory, check_locking
+from deep_opt_states.zero.start.node_share import (
+    FreeHostMemory,
+    SharingRanks,
+    check_free_memory,
+    check_locking,
+    free_share_bytes,
+)
 from perf_model.prediction.memory import MemoryKind
 from tests.profiler.threads import on_ranks
 from tests.ranks import ranks
@@ -196,3 +203,12 @@ def test_all_pages_of_the_states_are_in_memory_when_they_are_locked() -> None:
     with locked_with(register), closing_engine(CASE, CPU):
         assert calls == [("locked with all pages in memory", True)]
     assert calls[1:] == ["unlocked"]
+
+
+@pytest.mark.parametrize(("container_bytes", "share_bytes"), [(None, 250), (300, 150), (0, 0)])
+def test_ranks_share_the_memory_of_the_node_and_of_their_container(
+    container_bytes: int | None, share_bytes: int
+) -> None:
+    free = SimpleNamespace(available_bytes=1000, container_bytes=container_bytes)
+    with mock.patch.object(FreeHostMemory, "measure", return_value=free):
+        assert free_share_bytes(SharingRanks(on_node=4, in_container=2)) == share_bytes
