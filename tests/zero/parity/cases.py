@@ -134,6 +134,7 @@ CASES = (
         sub_group_size=10**9,
         resume=True,
     ),
+    Case(name="one sub-group", thorough=True, blocks=(CPU, STREAMED, STRIDE_2), sub_group_size=10**9),
     Case(
         # Weight and bias of a layer are two sub-groups, and one unit.
         name="a sub-group per parameter",
