@@ -144,15 +144,21 @@ def _key(number: int, rank: int) -> str:
 
 def _missing_ranks(number: int, thread: int) -> str | None:
     # A clone, because the waiting thread may hold the lock of its store in the first collective of NCCL.
-    store = _store().clone()
-    here = [store.check([_key(number, rank)]) for rank in range(dist.get_world_size())]
-    if any(here[: dist.get_rank()]):
+    missing = _without_key(_store().clone(), number, dist.get_rank(), dist.get_world_size())
+    if missing is None:
         return None
     stack = traceback.extract_stack(sys._current_frames()[thread])
     ours = [frame for frame in stack if Path(__file__).parent in Path(frame.filename).parents]
     step = [frame for frame in ours if Path(frame.filename).name not in CALLED_BY_STEPS][-1]
-    missing = ", ".join(str(rank) for rank, is_here in enumerate(here) if not is_here) or "none"
-    return f"Missing in {step.name} ({Path(step.filename).name}:{step.lineno}): rank {missing}."
+    return f"Missing in {step.name} ({Path(step.filename).name}:{step.lineno}): rank {missing or 'none'}."
+
+
+def _without_key(store: Any, number: int, rank: int, ranks: int) -> str | None:
+    """Return the ranks that have not come to a collective; None if one before ``rank`` has, which names them."""
+    here = [store.check([_key(number, each)]) for each in range(ranks)]
+    if any(here[:rank]):
+        return None
+    return ", ".join(str(each) for each, is_here in enumerate(here) if not is_here)
 
 
 def watch_rendezvous(comm: Any) -> None:
@@ -178,8 +184,5 @@ def _missing_in_rendezvous() -> str | None:
     store.set(_key(-1, rank), "here")
     # Ranks that started a little later announce themselves a little later.
     time.sleep(ANNOUNCED_S)
-    here = [store.check([_key(-1, each)]) for each in range(ranks)]
-    if any(here[:rank]):
-        return None
-    missing = ", ".join(str(each) for each, is_here in enumerate(here) if not is_here)
-    return f"Missing: rank {missing}. Look at its output, and whether its node runs." if missing else ""
+    missing = _without_key(store, -1, rank, ranks)
+    return missing and f"Missing: rank {missing}. Look at its output, and whether its node runs."

@@ -61,7 +61,8 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs:
     call.apply_defaults()
     # A decoupled writer is not finished yet, and writes ``latest`` then.
     writes_latest = call.arguments["save_latest"] and not engine.checkpoint_engine.is_decoupled()
-    call.arguments["save_latest"] &= not writes_latest
+    if writes_latest:
+        call.arguments["save_latest"] = False
     with _kept_errors(engine):
         saved = wrapped(*call.args, **call.kwargs)
     if writes_latest:

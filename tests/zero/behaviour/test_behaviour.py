@@ -266,7 +266,7 @@ def test_calls_between_backward_and_step_see_and_give_the_bits_of_stock(call: Ca
 
 
 STEPS, SKIPPED, CLIPPED = 32, 4, range(5, 10)
-"""With the skipped one, the clipped steps are more than a quarter of the last 20 steps."""
+"""The number of steps, the step that is skipped, and those that are clipped: more than a quarter of 20 steps."""
 
 
 def train_with_clipped_steps(block: Block) -> tuple[Any, list[tuple[int, str]], list[int]]:
