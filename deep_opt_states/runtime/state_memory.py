@@ -102,8 +102,8 @@ class StateMemory:
     def set_plan(self, plan: UpdatePlan) -> None:
         """Make ``units`` the units of ``plan``, reserve their memory, and move their gradients.
 
-        States on the accelerator and in shadows were written back. If the device raises its out-of-memory error,
-        nothing has changed. Raise ``HostMemoryError`` if the host cannot provide the shadows.
+        States on the accelerator and in shadows were written back. Raise the device's out-of-memory error, or
+        ``HostMemoryError`` if the host cannot provide the shadows; then nothing has changed.
         """
         staging = self._reserve_staging(plan)
         placed = zip(plan.workload.units, plan.placements, strict=True)

@@ -253,6 +253,7 @@ def running_plan(failure: BaseException) -> Any:
     buffers = [GradientBuffer(sub_group=0, elements=elements, grad=torch.zeros(8), device_accumulator=torch.zeros(8))]
     return RunningPlan(
         plan=UpdatePlan(workload=Workload.from_numels([8]), placements=(Placement.CPU,), num_slots=1),
+        eager=frozenset(),
         memory=memory,
         executor=executor,
         gradients=Gradients(None, buffers, None),

@@ -46,7 +46,7 @@ from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
-from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals
+from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, reserve
 from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import TrainingSetup, memory_of, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
@@ -190,8 +190,8 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         disk_folders=disk_folders,
     )
     resources.callback(memory.close)
-    memory.set_plan(plan)
-    gradients = Gradients(context.optimizer, context.gradient_buffers(plan, memory.units), context.staging(plan))
+    here, units = reserve(plan, memory)
+    gradients = Gradients(context.optimizer, context.gradient_buffers(plan, units), context.staging(plan))
     # Closed before ``memory``, which copies may be writing to.
     resources.callback(gradients.close)
     device_adam = context.accelerator.device_adam(
@@ -207,7 +207,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
         kernels.append(device_adam)
-    executor = Executor(plan.schedule, memory.units, device, host_adam, device_adam, span=ActionSpan)
+    executor = Executor(here.schedule, units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
     untouched, touched, host = memory.untouched, 0, size(memory_of(plan, context.setup).pinned_bytes)
     numel = sum(tensors.master.numel() for tensors in untouched)
@@ -224,6 +224,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
     needs_windows = planned.predict is not None and not context.accelerator.slots_on_host
     running = RunningPlan(
         plan=plan,
+        eager=here.eager,
         memory=memory,
         executor=executor,
         gradients=gradients,

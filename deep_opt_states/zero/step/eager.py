@@ -28,9 +28,10 @@ MOST_IN_VAIN = LAST_STEPS // 4
 
 @dataclass(frozen=True)
 class _Units:
-    """The eager units of ``plan``: the parts of gradients that each one reads, and an event for each."""
+    """The ``eager`` units of ``plan``: the parts of gradients that each one reads, and an event for each."""
 
     plan: UpdatePlan
+    eager: frozenset[int]
     of_param: dict[int, frozenset[int]]
     """The units that hold a part of a parameter, by its ``ds_id``."""
     parts: dict[int, list[int]]
@@ -76,7 +77,7 @@ class EagerUpdates:
         was complete, its units are left to the update.
         """
         running = self._running
-        if not running.plan.eager or self._is_paused or running.windows.is_measuring:
+        if not running.eager or self._is_paused or running.windows.is_measuring:
             return
         units, window = self._units_of_plan(), self._window
         complete = []
@@ -125,7 +126,7 @@ class EagerUpdates:
         """Stop to update in backward, or start again, if that is due."""
         self._were_in_vain.append(is_in_vain)
         in_vain = self._were_in_vain.count(True)
-        if self._running.plan.eager and self._is_paused != (in_vain > MOST_IN_VAIN):
+        if self._running.eager and self._is_paused != (in_vain > MOST_IN_VAIN):
             self._is_paused = not self._is_paused
             change = "stop" if self._is_paused else "start again"
             log.info(
@@ -134,18 +135,18 @@ class EagerUpdates:
             )
 
     def _units_of_plan(self) -> _Units:
-        plan = self._running.plan
-        if self._units is None or self._units.plan is not plan:
+        plan, eager = self._running.plan, self._running.eager
+        if self._units is None or self._units.plan is not plan or self._units.eager != eager:
             unit_of_part = [unit.index for unit in plan.workload.units for _ in unit.ranges]
-            parts: dict[int, list[int]] = {unit: [] for unit in plan.eager}
+            parts: dict[int, list[int]] = {unit: [] for unit in eager}
             for part, unit in enumerate(unit_of_part):
                 if unit in parts:
                     parts[unit].append(part)
             of_param = {
-                ds_id: frozenset(unit_of_part[part] for part in of_param) & plan.eager
+                ds_id: frozenset(unit_of_part[part] for part in of_param) & eager
                 for ds_id, of_param in self._running.gradients.parts_by_param().items()
             }
-            self._units = _Units(plan, of_param, parts, {unit: self._device.event() for unit in plan.eager})
+            self._units = _Units(plan, eager, of_param, parts, {unit: self._device.event() for unit in eager})
             self._start_window()
         return self._units
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deep_opt_states import log
+from deep_opt_states.device.slab import HostMemoryError
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
@@ -29,11 +30,14 @@ class RunningPlan:
     If ``is_evicted``, training uses the accelerator memory of the plan on this rank, and the CPU updates every unit.
     ``plan`` stays the same on every rank: it decides which collectives forward calls.
 
+    ``eager`` holds the eager units of this rank, none if its host has no memory for them.
+
     ``uses`` holds the names of the parameters in the order of their uses in forward, once per use. It is None while
     that is unknown, and where no update overlaps with forward.
     """
 
     plan: UpdatePlan
+    eager: frozenset[int]
     memory: StateMemory
     executor: Executor
     gradients: Gradients
@@ -99,7 +103,7 @@ class RunningPlan:
         every_unit = list(dict.fromkeys([*first_uses, *range(len(units))]))
         ordered = replace(plan, order=forward_order(plan.workload, plan.placements, every_unit))
         if ordered.schedule != plan.schedule:
-            self.executor.load_plan(ordered.schedule, units)
+            self.executor.load_plan(replace(ordered, eager=self.eager).schedule, units)
             self.plan = ordered
             log.info(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
@@ -112,8 +116,7 @@ class RunningPlan:
         try:
             # First, so that the new ones may use their memory.
             self.gradients.free_device_accumulators()
-            self.memory.set_plan(here)
-            units = self.memory.units
+            here, units = reserve(here, self.memory)
             self.executor.load_plan(here.schedule, units)
             self.gradients.set_buffers(self.gradient_buffers(here, units, self.is_evicted))
             if plan is not self.plan:
@@ -124,12 +127,26 @@ class RunningPlan:
             # Some of these parts have the new plan, and others the old one: no update may run.
             self.executor.fail(error)
             raise
-        self.plan = plan
+        self.plan, self.eager = plan, here.eager
 
     @property
     def holds_memory(self) -> bool:
         """Return whether the plan holds memory on the accelerator now."""
         return any(unit.is_on_accelerator for unit in self.memory.units) or self.gradients.have_device_accumulators
+
+
+def reserve(plan: UpdatePlan, memory: StateMemory) -> tuple[UpdatePlan, list[UnitState]]:
+    """Reserve the memory of ``plan``, and return what this rank runs of it: no eager units if their memory is refused.
+
+    Updates in backward are no collective. Raise the accelerator's out-of-memory error.
+    """
+    try:
+        memory.set_plan(plan)
+    except HostMemoryError as refused:
+        log.warn_this_rank(f"updates do not start in backward on this rank. {refused}")
+        plan = replace(plan, eager=frozenset())
+        memory.set_plan(plan)
+    return plan, memory.units
 
 
 def max_intervals(plan: UpdatePlan) -> int:

@@ -7,7 +7,7 @@ import mmap
 import platform
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
+from deep_opt_states.runtime import state_memory
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start.node_share import (
     FreeHostMemory,
@@ -30,8 +31,8 @@ from deep_opt_states.zero.start.node_share import (
 from perf_model.prediction.memory import MemoryKind
 from tests.profiler.threads import on_ranks
 from tests.ranks import ranks
-from tests.zero.parity.case import CPU, Case
-from tests.zero.parity.training import closing_engine, make_engine
+from tests.zero.parity.case import CPU, STRIDE_2, Case, eager
+from tests.zero.parity.training import assert_same_bits, closing_engine, make_engine, run_variant, shared_folder, train
 
 GB = 10**9
 STATES = (40 * GB, 2_500_000_000)
@@ -212,3 +213,24 @@ def test_ranks_share_the_memory_of_the_node_and_of_their_container(
     free = SimpleNamespace(available_bytes=1000, container_bytes=container_bytes)
     with mock.patch.object(FreeHostMemory, "measure", return_value=free):
         assert free_share_bytes(SharingRanks(on_node=4, in_container=2)) == share_bytes
+
+
+@ranks(2)
+def test_a_rank_whose_host_refuses_second_versions_of_states_trains_without_them() -> None:
+    case = Case(name="refused", blocks=(eager(STRIDE_2),), world_size=2, clip=0.5)
+    stock, refuses = run_variant(case, None), dist.get_rank() == 1
+    slab = mock.patch.object(state_memory, "HostSlab", side_effect=HostMemoryError("1 GB refused"))
+    with mock.patch("deep_opt_states.log.warn_this_rank") as warn, shared_folder() as folder:
+        with slab if refuses else nullcontext():
+            engine = make_engine(case, case.blocks[0])
+        running = engine.optimizer._running
+        assert running.plan.eager
+        assert running.eager == (frozenset() if refuses else running.plan.eager)
+        ours = train(engine, case, folder)
+        running.adopt(running.plan)
+        assert running.restore()
+        assert running.eager == running.plan.eager, "now the host has the memory"
+        engine.destroy()
+    assert_same_bits(stock, ours)
+    lines = [call.args[0] for call in warn.call_args_list if "refused" in str(call)]
+    assert lines == ["updates do not start in backward on this rank. 1 GB refused"] * refuses
