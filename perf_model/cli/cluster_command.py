@@ -152,6 +152,6 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
             sizes = ", ".join(f"{name} {pipeline[name]}" for name in list(pipeline)[:6])
             show(f"\nMegatron-LM, with {sizes}, is {times} times as fast as the best with t = 1 above.")
             show("Tables 1 and 2 of arXiv 2104.04473 are predicted within 10 and 20%.")
-        show(f"\nOf each iteration in the table, {fixed_seconds(Overheads.from_profile(profile))}.")
+        show(f"\nCompute includes the host's time: {fixed_seconds(Overheads.from_profile(profile))}.")
         show("No prediction for a cluster has been compared with a measurement of this project yet.")
         show(f"\nPaste into your DeepSpeed config:\n{json.dumps(found['deepspeed_config'], indent=2)}")

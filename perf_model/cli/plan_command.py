@@ -160,6 +160,14 @@ def _assumed(found: Forecast, inputs: Inputs) -> str:
         "bf16" if job.states == "fp32" else f"bf16 with states {job.states}",
         "gradient checkpointing" if job.recompute else "all activations kept",
         f"{job.attention} attention",
+        f"{job.accumulation} x {job.micro_batch} sequences of {job.sequence} tokens per rank and step",
+        *(["parameters in host memory"] if job.offload_param else []),
+        *(
+            [f"{significant(100 * share, DIGITS)}% of each parameter trained"]
+            if (share := job.trainable_share) < 1
+            else []
+        ),
+        *([f"tensor parallelism of {job.tensor_parallel} ranks"] if job.tensor_parallel > 1 else []),
         *network,
     ]
     model = f"\nmodel: {job.shape.source}" if job.shape.source else ""
@@ -202,9 +210,15 @@ def fixed_seconds(overheads: Overheads) -> str:
     forward_s, backward_s, step_s = (
         seconds(each_s, DIGITS) for each_s in (overheads.forward_s, overheads.backward_s, overheads.step_s)
     )
+    hooks = ""
+    if overheads.cpu_slowdown > 0:
+        hooks = (
+            f"; the plugin's hooks take {seconds(overheads.hooks_s, DIGITS)} more in forward, which is "
+            f"{percent(overheads.cpu_slowdown)} slower beside updates on the CPU"
+        )
     return (
-        f"the host takes at least {forward_s} per module in forward, {backward_s} in backward and {step_s} in step(), "
-        f"by {overheads.source}"
+        f"the host takes at least {forward_s} per module in forward, {backward_s} in backward and {step_s} in step()"
+        f"{hooks}, by {overheads.source}"
     )
 
 

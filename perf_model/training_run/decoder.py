@@ -84,7 +84,7 @@ def generic_model(numel: int, layers: int | None = None, hidden: int | None = No
         f"vocabulary of {sizes['vocab']:,}; --layers and --hidden change it"
     )
     sizes |= {"intermediate": 1 + more, "wider_layers": wider_layers, "rest": rest, "source": source}
-    return llama(f"{numel / 1e9:.10g}B", **sizes)
+    return llama(f"Dense {numel / 1e9:.10g}B", **sizes)
 
 
 def _head_dim(hidden: float) -> int:
