@@ -74,7 +74,8 @@ def _check(raw: dict[str, Any]) -> Finding:
     known = _without_auto({key: value for key, value in raw.items() if key != "train_batch_size"})
     parsed = DeepSpeedConfig({**known, "train_micro_batch_size_per_gpu": 1})
     refuse_config(parsed)
-    check_folders(with_nvme_path(config, parsed.zero_config.offload_optimizer))
+    for doubt in check_folders(with_nvme_path(config, parsed.zero_config.offload_optimizer)):
+        return WARN(doubt, "Name a folder on a local disk.")
     if keeps_optimizer(raw):
         return WARN(f'"zero_force_ds_cpu_optimizer": false: {KEPT}', REMOVE_KEY)
     return OK(f"accepted, with placement {config.placement!r}")

@@ -60,7 +60,11 @@ class StateFile:
     def check_coherence(self, offset_bytes: int) -> None:
         """Use buffered I/O if direct I/O and a mapping differ in the page at ``offset_bytes``, which becomes zero."""
         page, agrees = mmap.mmap(-1, mmap.PAGESIZE), False
-        with mmap.mmap(self.fd, mmap.PAGESIZE, offset=offset_bytes) as mapped:
+        try:
+            mapping = mmap.mmap(self.fd, mmap.PAGESIZE, offset=offset_bytes)
+        except OSError as error:
+            raise self._error("a mapping of it was refused", error) from error
+        with mapping as mapped:
             mapped[:] = TRIAL
             # A disk with larger blocks refuses a page.
             with suppress(DiskError):
@@ -73,6 +77,21 @@ class StateFile:
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 self.is_direct = False
                 self.write(memoryview(page), offset_bytes)
+
+    def caches_reads(self) -> bool:
+        """Return whether direct reads fill the page cache: some file systems accept the flag and ignore it."""
+        os.fsync(self.fd)
+        os.posix_fadvise(self.fd, 0, mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
+        page = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        self.read(page, 0)
+        buffered = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Only a page in the cache is read without waiting for the disk.
+            return os.preadv(buffered, [page], 0, os.RWF_NOWAIT) > 0
+        except OSError:
+            return False
+        finally:
+            os.close(buffered)
 
     def read(self, memory: memoryview, offset_bytes: int) -> None:
         """Fill ``memory``, whole pages. Raise ``DiskError``."""

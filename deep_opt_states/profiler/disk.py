@@ -18,6 +18,9 @@ BLOCK_BYTES = 32 * 2**20
 NUM_BLOCKS = 8
 """The size of one state of a unit on disk, about, and the blocks that are read and written for a measurement."""
 
+MEASURED_BYTES = 2 * NUM_BLOCKS * BLOCK_BYTES
+"""The space in each folder that a measurement takes on one rank."""
+
 REPETITIONS = 5
 
 
@@ -45,6 +48,10 @@ def doubts(folders: Sequence[Path]) -> list[str]:
             found.append(f"{folder} is on {kind}: memory or a container's layer may answer instead of a disk")
         elif not file.is_direct:
             found.append(f"{folder} has no direct I/O (O_DIRECT) that agrees with the page cache, which is used")
+        elif file.caches_reads():
+            found.append(
+                f"the page cache may answer instead of the disk in {folder}: {kind} accepts O_DIRECT, and caches"
+            )
     return found
 
 
@@ -63,8 +70,8 @@ class _Disk:
     """A file of blocks that are read, followed by blocks that are written."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = StateFile(folder, 2 * NUM_BLOCKS * BLOCK_BYTES)
-        self._file.reserve(0, 2 * NUM_BLOCKS * BLOCK_BYTES)
+        self._file = StateFile(folder, MEASURED_BYTES)
+        self._file.reserve(0, MEASURED_BYTES)
         self._source, self._target = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
         # A file system that compresses would store nothing of zeros.
         self._source[:] = os.urandom(BLOCK_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 _REMEDY = (
     "Parameters and optimizer states will not be used or saved. Fix the cause, and continue from the last checkpoint."
@@ -13,11 +14,10 @@ class UpdateFailed(RuntimeError):
     """The error for an update that was not applied as a whole on some rank."""
 
     @classmethod
-    def on_ranks(cls, ranks: list[int]) -> UpdateFailed:
-        """Return the failure that is kept on the other ranks after a failure on ``ranks``."""
-        if len(ranks) == 1:
-            return cls(f"rank {ranks[0]} cannot continue; the message of that rank has the cause")
-        return cls(f"ranks {', '.join(map(str, ranks))} cannot continue; the messages of these ranks have the cause")
+    def on_ranks(cls, failures: Sequence[str]) -> UpdateFailed:
+        """Return the failure that the other ranks keep after ``failures``, one text per rank, empty without one."""
+        found = (f"rank {rank} cannot continue: {failure}" for rank, failure in enumerate(failures) if failure)
+        return cls("; ".join(found))
 
     @classmethod
     def because_of(cls, failure: BaseException | None) -> UpdateFailed:

@@ -15,6 +15,7 @@ from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
 from perf_model.training_run.job import Job
+from perf_model.training_run.micro_batch import PARAM_BYTES
 from perf_model.units import GB
 
 NVME_PATH = "a folder on a local disk"
@@ -120,7 +121,10 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
     if found.disk_bytes and "host_memory_gb" in given and found.budgets.host_bytes is not None:
         # The option is the memory of the machine, and the key is the part of it that training leaves to the optimizer.
-        block["host_memory_gb"] = found.budgets.host_bytes * job.ranks_on_node / GB
+        # In ``setup``, the rounded masters are the trained parameters if these are offloaded.
+        trained = plan.workload.numel if job.offload_param and job.setup.widths.rounds else 0
+        host_bytes = found.budgets.host_bytes - PARAM_BYTES * trained
+        block["host_memory_gb"] = host_bytes * job.ranks_on_node / GB
     if planned and inputs.limits.eager == 0:
         block["eager"] = False
     if "gpu_memory_margin_gb" in given and planned:

@@ -115,8 +115,11 @@ class StepAgreement:
             self._shared[self._rank, column].fill_(value)
         comm.cdb.all_reduce(self._shared)
         failed, short, refusing = self._shared.T.tolist()
-        if executor.failure is None and any(failed):
-            executor.fail(UpdateFailed.on_ranks(_ranks(failed)))
+        if 0 < sum(failed) < self._world_size:
+            failure = executor.failure
+            failures = gather_values("" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0])
+            if failure is None:
+                executor.fail(UpdateFailed.on_ranks(failures))
         self.refusing_ranks = _ranks(refusing)
         return any(short)
 

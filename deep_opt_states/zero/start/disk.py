@@ -16,7 +16,7 @@ from deep_opt_states.config import Config, ConfigError
 from deep_opt_states.device.state_file import DiskError, check_free_space
 from deep_opt_states.host import machine
 from deep_opt_states.names import CONFIG_KEY
-from deep_opt_states.profiler.disk import doubts, measure_disks
+from deep_opt_states.profiler.disk import MEASURED_BYTES, doubts, measure_disks
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
@@ -46,16 +46,20 @@ def with_nvme_path(config: Config, offload: Any) -> Config:
     return config
 
 
-def check_folders(config: Config) -> None:
-    """Raise ``ConfigError`` for a folder of ``nvme_paths`` that does not exist or that this user cannot write to."""
+def check_folders(config: Config) -> list[str]:
+    """Return doubts about the folders of ``nvme_paths``. Raise ``ConfigError`` for one that cannot hold states."""
     remedy = "Name a folder of yours on a local disk."
     for number, folder in enumerate(map(Path, config.nvme_paths or [])):
         rule = "nvme_path" if number == 0 else f"{CONFIG_KEY}.nvme_paths"
         if not folder.is_dir():
             raise ConfigError(f"{rule}: must be a folder, found none at {folder}.\nCreate it. Or: {remedy}")
         if not os.access(folder, os.W_OK | os.X_OK):
-            found = f"{folder} of user {folder.stat().st_uid}"
+            found = f"{folder} of user {folder.stat().st_uid}, which is not"
             raise ConfigError(f"{rule}: must be writable by this user, {os.getuid()}, found {found}.\n{remedy}")
+    try:
+        return doubts([Path(path) for path in config.nvme_paths or []])
+    except DiskError as error:
+        raise ConfigError(str(error)) from error
 
 
 def choose_states_on_disk(
@@ -90,7 +94,8 @@ def choose_states_on_disk(
             'Set "offload_optimizer": {"device": "cpu"}.'
         )
     folders = [Path(path) for path in config.nvme_paths]
-    each_bytes = -(-numel * widths.states // len(folders))
+    # The measurement of the disks takes less space later, but at the same time on all ranks.
+    each_bytes = max(-(-numel * widths.states // len(folders)), MEASURED_BYTES if numel else 0)
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
     for doubt in sorted(set(chain(*Ranks().gather(raise_together(lambda: doubts(folders)))))):
         log.warn(doubt)
