@@ -28,13 +28,17 @@ from perf_model.units import DIGITS, GB, billions, gigabytes_per_second, percent
 
 MAX_ROWS = 20
 
+LEAST_CERTAIN, MOST_UNCERTAIN = 0.9 / 1.2, 1.1 / 0.8
+"""Times of a speed that the errors of both sides may have: 10 % of Megatron-LM, and 20 % of ZeRO-3."""
+
 COLUMNS = ("t", "d", "micro", "accum.", "iteration", "= compute", "+ network", "+ update", "tokens/s", "MFU")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the layouts, and return the exit code, 1 if none fits. Raise ``ModelError`` or ``ProfileError``."""
     without_network = argparse.Namespace(**{**vars(options), "network_gb_per_s": None})
-    [inputs] = read_inputs(without_network, (options.gpus, 1))
+    with screen.progress("Reading"):
+        [inputs] = read_inputs(without_network, (options.gpus, 1))
     job, limits, sizes, batch = inputs.job, inputs.limits, options.tensor_parallel_sizes, options.global_batch
     if not inputs.profile.has_accelerator:
         rule = f"profile: must be of a machine with a GPU, found {printable(inputs.profile_path)}, which has none"
@@ -43,10 +47,10 @@ def run(options: argparse.Namespace) -> int:
     layouts = layouts_of(job, batch, sizes or tensor_parallel_sizes(job), options.micro_batches)
     with screen.progress("Comparing layouts"):
         fitting, unfit = predict_layouts(job, layouts, profile, limits, inputs.overlap, inputs.unit_sizes)
-    pipeline, rates = None, megatron_rates(profile, job)
-    if rates is not None:
-        gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin
-        pipeline = best_pipeline_layout(job, batch, rates, gpu_bytes, sizes, options.micro_batches)
+        pipeline, rates = None, megatron_rates(profile, job)
+        if rates is not None:
+            gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin
+            pipeline = best_pipeline_layout(job, batch, rates, gpu_bytes)
     found: dict[str, Any] = {
         "network": {name: {"value": profile.get(name), "origin": origin} for name, origin in origins.items()},
         "layouts": [
@@ -148,9 +152,10 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
         # Table 2 calibrates ZeRO-3 without tensor parallelism.
         alone = [layout for layout in fitting if layout["tensor_parallel"] == 1]
         if (pipeline := found["megatron"]) and alone:
-            times = significant(alone[0]["iteration_s"] / pipeline["iteration_s"], DIGITS)
+            times = alone[0]["iteration_s"] / pipeline["iteration_s"]
+            faster = "about" if LEAST_CERTAIN < times < MOST_UNCERTAIN else f"{significant(times, DIGITS)} times"
             sizes = ", ".join(f"{name} {pipeline[name]}" for name in list(pipeline)[:6])
-            show(f"\nMegatron-LM, with {sizes}, is {times} times as fast as the best with t = 1 above.")
+            show(f"\nMegatron-LM, with {sizes}, is {faster} as fast as the best with t = 1 above.")
             show("Tables 1 and 2 of arXiv 2104.04473 are predicted within 10 and 20%.")
         show(f"\nCompute includes the host's time: {fixed_seconds(Overheads.from_profile(profile))}.")
         show("No prediction for a cluster has been compared with a measurement of this project yet.")

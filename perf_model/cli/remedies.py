@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import combinations, islice, product
 from typing import Any
 
 from perf_model.cli.inputs import Inputs
+from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.training_run.model import ModelError
-from perf_model.units import DIGITS, significant
+from perf_model.units import DIGITS, GB, significant
 
 LEAST_SEQUENCE = 256
 """Shorter sequences are not suggested."""
 
 MOST_HALVINGS = 10
+
+ASSUMED_DISK = DiskRates.one_after_the_other(6.5 * GB, 5 * GB)
+"""The rates of the disks of a node, by the specification of an SSD with PCIe 4."""
 
 Changes = dict[str, Any]
 """Fields of ``Job`` with their new values."""
@@ -27,8 +31,8 @@ def remedy_for(error: DoesNotFit, inputs: Inputs) -> str:
     job, alone = inputs.job, str(error).partition("\n")[2]
     # The rest of a GPU's training does not take host memory, and page-locked memory is for the optimizer alone.
     of_training = "gpu_bytes" if inputs.profile.has_accelerator else "host_bytes"
-    is_of_training = set(error.missing) == {of_training}
-    found = sorted(_fitting(inputs, of_training=is_of_training), key=lambda each: -each[1])
+    is_of_training = of_training in error.missing
+    found = sorted(_fitting(inputs, error.missing, of_training=is_of_training), key=lambda each: -each[1])
     if job.world_size > job.ranks_on_node:
         # More machines cost more than any change of the job.
         more = ({"world_size": job.world_size * 2**power} for power in range(1, MOST_HALVINGS))
@@ -36,18 +40,16 @@ def remedy_for(error: DoesNotFit, inputs: Inputs) -> str:
     if not found:
         tried = "No shorter sequence, smaller micro-batch or recomputation makes it fit, nor --offload-param on a GPU."
         others = "The optimizer's states take that memory: no shorter sequence or smaller micro-batch helps."
-        if "gpu_bytes" in error.missing and not is_of_training:
-            return alone
         return f"{tried if is_of_training else others}\n{alone}"
     lines = (f"  {_spelled(changes)}: {significant(tokens, DIGITS)} tokens/s" for changes, tokens in found)
     rounded = " (bf16 states change the numerics of training)" if any("states" in each for each, _ in found) else ""
     return "\n".join((f"It fits with{rounded}:", *lines, alone))
 
 
-def _fitting(inputs: Inputs, *, of_training: bool) -> Iterator[tuple[Changes, float]]:
+def _fitting(inputs: Inputs, missing: Collection[str], *, of_training: bool) -> Iterator[tuple[Changes, float]]:
     """Yield each change that fits, alone or with a second one, in its mildest form, with the tokens per second.
 
-    Unless memory ``of_training`` is missing, only smaller states help.
+    Unless memory ``of_training`` is ``missing``, only smaller states and disks help.
     """
     job = inputs.job
     halvings = range(1, MOST_HALVINGS)
@@ -55,7 +57,9 @@ def _fitting(inputs: Inputs, *, of_training: bool) -> Iterator[tuple[Changes, fl
     smaller: list[Changes] = [
         {"states": name} for name, each in WIDTHS_OF_STATES.items() if each.states < widths.states
     ]
-    levels: list[list[Changes]] = [smaller]
+    may_use_disk = "host_bytes" in missing and job.disk is None and inputs.profile.has_accelerator
+    disk = DiskRates(*(rate / job.ranks_on_node for rate in ASSUMED_DISK))
+    levels: list[list[Changes]] = [smaller, [{"disk": disk}] if may_use_disk else []]
     if of_training:
         levels += [
             [{"sequence": short} for power in halvings if (short := job.sequence >> power) >= LEAST_SEQUENCE],
@@ -88,5 +92,9 @@ def _spelled(changes: Changes) -> str:
     """Return the options of ``plan`` that make the changes."""
     if ranks := changes.get("world_size"):
         return f"{ranks} ranks (--world-size or --nodes)"
-    spelled = {"recompute": "(without --no-recompute)", "offload_param": "--offload-param"}
+    spelled = {
+        "recompute": "(without --no-recompute)",
+        "offload_param": "--offload-param",
+        "disk": "--nvme 6.5,5 (assumed GB/s of a disk, read and written)",
+    }
     return " ".join(spelled.get(name, f"--{name.replace('_', '-')} {value}") for name, value in changes.items())

@@ -5,7 +5,6 @@ DeepSpeed runs no pipeline with ZeRO-3 (``deepspeed/runtime/pipe/engine.py``). S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -73,22 +72,14 @@ def micro_batches_in_flight(stages: int, micro_batches: int, chunks: int = 1) ->
     return min(stages + (stages - 1) / chunks if chunks > 1 else stages, micro_batches)
 
 
-def best_pipeline_layout(
-    job: Job,
-    global_batch: int,
-    rates: PhaseRates,
-    gpu_bytes: float,
-    sizes: Sequence[int] | None = None,
-    micro_batches: Sequence[int] | None = None,
-) -> PipelineLayout | None:
+def best_pipeline_layout(job: Job, global_batch: int, rates: PhaseRates, gpu_bytes: float) -> PipelineLayout | None:
     """Return the fastest layout by the paper's takeaways (sections 3.2 to 3.4), or None if none fits.
 
-    The tensor-parallel ``sizes`` and ``micro_batches`` default to all possible ones. Only the largest size is combined
-    with several stages, as few as fit into ``gpu_bytes``.
+    Only the largest tensor-parallel size is combined with several stages, as few as fit into ``gpu_bytes``.
     """
     found: list[PipelineLayout] = []
-    sizes, layers = sizes or tensor_parallel_sizes(job), job.shape.layers
-    for size, micro_batch in product(sizes, micro_batches or MICRO_BATCHES):
+    sizes, layers = tensor_parallel_sizes(job), job.shape.layers
+    for size, micro_batch in product(sizes, MICRO_BATCHES):
         laid_out = replace(job, tensor_parallel=size, micro_batch=micro_batch, accumulation=1, offload_param=False)
         for stages in range(1, layers + 1 if size == max(sizes) else 2):
             chunks = range(1, layers // stages + 1)
