@@ -78,19 +78,8 @@ def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> N
     assert units.numel == pytest.approx(TENSOR_PARALLEL.shard_numel / 4, rel=1e-4)
 
 
-# The command
-
-JOB = {
-    "profile": "h100-pcie5",
-    "model": "7B",
-    "gpus": 16,
-    "ranks_per_node": 8,
-    "global_batch": 64,
-    "sequence": 2048,
-    "network_gb_per_s": 25,
-    "node_gb_per_s": 300,
-    "unit_size": 200_000_000,
-}
+JOB = {"profile": "h100-pcie5", "model": "7B", "gpus": 16, "ranks_per_node": 8, "global_batch": 64, "sequence": 2048}
+JOB |= {"network_gb_per_s": 25, "node_gb_per_s": 300, "unit_size": 200_000_000}
 
 
 def arguments(**more: Any) -> list[str]:
@@ -145,18 +134,15 @@ def test_the_screen_names_the_network_and_layouts_without_memory(capsys: pytest.
     assert "16 x H100-80GB, 2 x 8, 64 sequences of 2048 tokens per iteration" in shown
     assert "network between nodes, per GPU: 25 GB/s, given, not measured" in shown
     json.loads(shown[shown.index("config:\n") + len("config:\n") :])
-    unfit = [
-        layout for layout in compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")["layouts"] if not layout["fits"]
-    ]
+    layouts = compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")["layouts"]
+    unfit = [layout for layout in layouts if not layout["fits"]]
     assert unfit
     assert all("exceeds gpu memory by" in layout["why"] for layout in unfit)
     assert main(["cluster", *arguments(gpu_memory_gb=2)]) == 1
     assert "Paste into" not in capsys.readouterr().out
 
 
-def test_rates_of_the_network_are_given_measured_assumed_or_of_the_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_origin_of_rates_of_the_network_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     more = {"tensor_parallel": 2, "micro_batches": 4, "node_gb_per_s": None, "network_gb_per_s": None}
 
@@ -180,11 +166,9 @@ def test_rates_of_the_network_are_given_measured_assumed_or_of_the_preset(
     assert "profile: must be of a machine with a GPU" in capsys.readouterr().err
 
 
-def test_rules_that_do_not_fit_together_with_sums_fit_with_the_sums_in_host_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_fit_with_the_sums_in_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = tmp_path / "rules.json"
     rules.write_text('[{"match": "model.layers.0.*", "states": "resident"}]')
-    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s", "unit_size")) | {"gpus": 1, "ranks_per_node": 1}
+    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s")) | {"gpus": 1, "ranks_per_node": 1}
     found = compared(capsys, **one_gpu, profile="l40s", model="13B", global_batch=2, rules=rules)
     assert {(layout["micro_batch"], layout["fits"]) for layout in found["layouts"]} == {(1, True), (2, True)}

@@ -96,7 +96,7 @@ def stock_iteration_s(run: MeasuredRun, preset: str) -> float:
     module_s = LAYER_S * job.shape.layers / job.shape.modules
     overheads = Overheads(forward_s=module_s, backward_s=module_s, step_s=REST_S / job.shape.modules)
     profile, unlimited = MACHINES[preset].profile(job.ranks_on_node), MemoryLimits(gpu=None, host=None)
-    found = Forecast(job, profile, unlimited, Overlap(), (50_000_000,), overheads).baselines["stock"]
+    found = Forecast(job, profile, unlimited, Overlap(), (10**9,), overheads).baselines["stock"]
     assert isinstance(found, PredictedIteration)
     return found.iteration_s
 
