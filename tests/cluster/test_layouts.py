@@ -15,12 +15,11 @@ from perf_model.__main__ import main
 from perf_model.cluster.layouts import layouts_of, tensor_parallel_sizes
 from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.models import MODELS
-from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import TrainingMemory
-from tests.model.profiles import RATES, profile
+from tests.model.profiles import RATES, job, profile
 
-CLUSTER = Job(shape=MODELS["Llama-3-8B"], world_size=64, ranks_per_node=8, micro_batch=1, sequence=4096)
+CLUSTER = job(MODELS["Llama-3-8B"], 64, 8, sequence=4096)
 
 
 @given(st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.integers(1, 64), st.sampled_from([None, [1, 5]]))
@@ -56,9 +55,7 @@ def test_batches_and_sizes_that_no_layout_has_are_refused(
     assert len(str(caught.value).splitlines()) == 2
 
 
-TENSOR_PARALLEL = Job(
-    shape=MODELS["Llama-3-8B"], world_size=16, ranks_per_node=8, micro_batch=2, sequence=512, tensor_parallel=4
-)
+TENSOR_PARALLEL = job(MODELS["Llama-3-8B"], 16, 8, micro_batch=2, sequence=512, tensor_parallel=4)
 
 
 def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> None:

@@ -25,6 +25,7 @@ from perf_model.training_run.decoder import gpt
 from perf_model.training_run.forecast import MemoryLimits, Overlap
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PhaseRates
+from tests.model.profiles import job as on_nodes
 
 DATA = Path(__file__).parent / "data"
 
@@ -65,14 +66,8 @@ PROFILE = MACHINES[SELENE].profile(8)
 
 def job_of(row: ThroughputRow, micro_batch: int = 1, tensor_parallel: int = 1) -> Job:
     """Return the model of ``row`` on its GPUs."""
-    return Job(
-        shape=gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE),
-        world_size=row.gpus,
-        ranks_per_node=8,
-        micro_batch=micro_batch,
-        sequence=SEQUENCE,
-        tensor_parallel=tensor_parallel,
-    )
+    shape = gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE)
+    return on_nodes(shape, row.gpus, 8, micro_batch=micro_batch, tensor_parallel=tensor_parallel)
 
 
 def rates_of(job: Job) -> PhaseRates:

@@ -73,11 +73,6 @@ def built(values: dict[str, Any]) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def parameters_of(model: Any) -> list[tuple[str, int]]:
-    """Return the name and the number of elements of each parameter."""
-    return [(name, parameter.numel()) for name, parameter in model.named_parameters()]
-
-
 def shape_of(values: dict[str, Any], name: str = "") -> ModelShape:
     return parse_hf_config(json.dumps(values), name)
 
@@ -113,7 +108,7 @@ def test_a_published_model_has_the_sizes_of_its_formula(name: str, sizes: tuple[
 def test_every_parameter_is_counted_and_used_once_in_the_order_of_layers(name: str, tied: bool) -> None:
     values = {**small(PUBLISHED[name]), "tie_word_embeddings": tied}
     model, shape = built(values), shape_of(values)
-    assert shape.parameters() == parameters_of(model)
+    assert shape.parameters() == [(name, parameter.numel()) for name, parameter in model.named_parameters()]
     assert bool(shape.tied) is tied
     order = shape.first_use()
     assert (sorted(order), order[0]) == (sorted(name for name, _ in shape.parameters()), shape.tensors[0].name)

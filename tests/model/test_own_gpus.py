@@ -28,6 +28,7 @@ from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape
 from tests.launch import REPOSITORY
 from tests.model.costs import plan_of
+from tests.model.profiles import job as job_of
 
 DATA = REPOSITORY / "benchmarks/data"
 NUMEL, UNITS = 4_022_000_000, 117
@@ -90,15 +91,9 @@ def errors_of_1b() -> Errors:
     errors: dict[str, list[float]] = defaultdict(list)
     for (gpu, _, text), measured in settings.items():
         setting, profile = json.loads(text), profile_of(gpu)
-        job = Job(
-            shape=byte_gpt(setting["layers"], setting["width"], setting["context"]),
-            world_size=1,
-            ranks_per_node=1,
-            micro_batch=setting["micro_batch"],
-            sequence=setting["context"],
-            recompute=False,
-            sub_group_size=setting["sub_group_size"],
-        )
+        shape = byte_gpt(setting["layers"], setting["width"], setting["context"])
+        sizes = {key: setting[key] for key in ("micro_batch", "sub_group_size")}
+        job = job_of(shape, **sizes, sequence=setting["context"], recompute=False)
         assert job.shape.numel == setting["parameters"]
         limits = MemoryLimits(gpu=GPU_BYTES[job.micro_batch], host=profile.host_memory_bytes)
         found = forecast(job, profile, limits, 7_193_856, 16_786_176, 25_179_136)
@@ -117,8 +112,7 @@ def errors_of_4b() -> Errors:
     profile, errors, shape = profile_of("H100"), defaultdict[str, list[float]](list), MODELS["Qwen3-4B"]
 
     def of_micro_batch(size: int) -> Forecast:
-        job = Job(shape=shape, world_size=1, ranks_per_node=1, micro_batch=size, sequence=2048)
-        return forecast(job, profile, MemoryLimits(gpu=None, host=None), 10**9)
+        return forecast(job_of(shape, micro_batch=size), profile, MemoryLimits(gpu=None, host=None), 10**9)
 
     found = {size: of_micro_batch(size) for size in (1, 4)}
     for row in csv.DictReader((DATA / "h100_4b_stock.csv").open()):

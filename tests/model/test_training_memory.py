@@ -38,6 +38,7 @@ from perf_model.training_run.training_memory import WORKSPACE_BYTES, TrainingMem
 from perf_model.units import GB
 from tests.launch import REPOSITORY
 from tests.model.costs import plan_of
+from tests.model.profiles import job as job_of
 from tests.model.profiles import profile
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
@@ -173,15 +174,9 @@ HELD_LESS_WELL = {
 
 def published_job(row: dict[str, str]) -> Job:
     """Return the run of the log, with Megatron-LM's attention."""
-    return Job(
-        shape=SHAPES[row["model_name"]],
-        world_size=int(row["dp"]),
-        ranks_per_node=min(GPUS_PER_NODE, int(row["dp"])),
-        micro_batch=int(row["micro_batch"]),
-        sequence=2048,
-        attention="fused_softmax",
-        sub_group_size=100_000_000,
-    )
+    ranks, more = int(row["dp"]), {"attention": "fused_softmax", "sub_group_size": 100_000_000}
+    on_node = min(GPUS_PER_NODE, ranks)
+    return job_of(SHAPES[row["model_name"]], ranks, on_node, micro_batch=int(row["micro_batch"]), **more)
 
 
 def states_bytes(job: Job, cpu_ratio: float) -> int:
@@ -213,8 +208,7 @@ TINY = llama("tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, inte
 
 
 def training(sizes: ZeroSizes, *, ranks: int = 1, recompute: bool = True, attention: str = "flash") -> TrainingMemory:
-    of_ranks = {"world_size": ranks, "ranks_per_node": ranks}
-    job = Job(shape=TINY, **of_ranks, micro_batch=2, sequence=50, recompute=recompute, attention=attention)
+    job = job_of(TINY, ranks, micro_batch=2, sequence=50, recompute=recompute, attention=attention)
     return TrainingMemory(job, sizes)
 
 
