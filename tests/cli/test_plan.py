@@ -240,14 +240,16 @@ UNMEASURED = profile({**RATES, "matmul_flops_per_s": 3e14, "dram_copy_bytes_per_
 MEASURED = replace(UNMEASURED, provenance=replace(UNMEASURED.provenance, source="measured", host="a", ranks=4))
 
 
-@pytest.fixture(params=["offloaded", "shared layers", "measured, config and rules"])
+@pytest.fixture(params=["preset", "offloaded", "shared layers", "measured, config and rules"])
 def printed(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    if request.param == "preset":
+        return planned(job("gh200", "13B", world_size=16))
     if request.param == "offloaded":
         options = {"gpu_memory_gb": 40, "unit_size": 10**8, "tensor_parallel": 2, "attention": "eager"}
         return planned([*job(**options), "--offload-param", "--no-recompute"])
     if request.param == "shared layers":
         options = {"world_size": 1, "ranks_per_node": 1, "share_layers": "model.layers", "every": 4}
-        return planned(job("gh200", "13B", gpu_memory_gb=20, **options))
+        return planned(job("gh200", "13B", gpu_memory_gb=20, unit_size=10**8, **options))
     config, rules, machine = tmp_path / "config.json", tmp_path / "rules.json", write(tmp_path, MEASURED)
     config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
     rules.write_text(json.dumps(RULES))
@@ -285,19 +287,20 @@ def test_the_inputs_lead_to_the_same_plan_and_seconds(printed: dict[str, Any]) -
 
 
 # Disks
+LARGE_UNITS = ["--unit-size", "200000000"]
 DESKTOP = ["plan", "--profile", "rtx4090", "--host-memory-gb", "64", "--model", "Qwen2.5-7B", "--offload-param"]
 
 
 def on_desktop(*options: str) -> tuple[float, float, int]:
-    found = json.loads(printed_plan(*DESKTOP[1:], "--unit-size", "100000000", *options))
+    found = json.loads(printed_plan(*DESKTOP[1:], *LARGE_UNITS, *options))
     on_disk = sum(unit["numel"] for unit in found["units"] if unit["on_disk"])
     return found["predicted"]["iteration_s"], found["baselines"]["stock"]["iteration_s"], on_disk
 
 
 def test_a_model_whose_states_do_not_fit_is_planned_with_disks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(DESKTOP) != 0
+    assert main([*DESKTOP, *LARGE_UNITS]) != 0
     assert "keep states on disks: --nvme" in " ".join(capsys.readouterr().err.split())
-    shown = words_of([*DESKTOP[1:], "--nvme", "6.5,5", "--units", "--explain"], capsys)
+    shown = words_of([*DESKTOP[1:], *LARGE_UNITS, "--nvme", "6.5,5", "--units", "--explain"], capsys)
     for expected in ("6.5 GB/s read, 5 GB/s written", "cpu, on disk", "(limited by disk)", '"device": "nvme"'):
         assert expected in shown
     slow, fast, full_duplex = (on_desktop("--nvme", rates) for rates in ("3,2", "6,5", "6,5,11"))
