@@ -47,10 +47,8 @@ PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), nu
 
 def timeline(seconds: float) -> Timeline:
     """Return a timeline whose actions run one after another and take ``seconds`` each."""
-    actions = PLAN.schedule.actions
-    return Timeline(
-        tuple(Span(action, position * seconds, (position + 1) * seconds) for position, action in enumerate(actions))
-    )
+    spans = [Span(each, place * seconds, (place + 1) * seconds) for place, each in enumerate(PLAN.schedule.actions)]
+    return Timeline(tuple(spans))
 
 
 @pytest.mark.P5
@@ -95,16 +93,6 @@ def report(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence
     reporter.close()
 
 
-def test_the_summary_leaves_out_the_first_updates_and_is_logged_once(lines: list[str]) -> None:
-    report(timeline(1.0), [1000.0] * WARM_UPDATES + [20.0, 40.0, 25.0])
-    (text,) = lines
-    first, update, kinds = text.splitlines()
-    assert first == "5 updates, median of the last 3 against the prediction:"
-    assert update == "  update 25.0 s, predicted 10.0 s (-60%)"
-    assert kinds.startswith("  PREFETCH 4.00 s, predicted 2.00 s (-50%); GPU_STEP 4.00 s, ")
-    assert kinds.count(";") == 4
-
-
 def test_a_forked_child_does_not_write_its_parents_report() -> None:
     class Closed:
         name = "a pipe"
@@ -142,13 +130,10 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
     assert numbers.hidden_s == 20.0 - 5.0
 
 
-def test_a_line_is_logged_every_few_steps(lines: list[str]) -> None:
+def test_a_line_is_logged_every_few_steps_and_the_monitor_receives_predictions_with_it(lines: list[str]) -> None:
     report(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine(2)])
     assert [line.split(",")[0] for line in lines] == ["step=2", "step=4", "5 updates:"]
     assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M params/s" in lines[1]
-
-
-def test_the_monitor_receives_predictions_with_the_line_of_the_log() -> None:
     events: list[Event] = []
     report(timeline(1.0), [20.0] * 4, [MonitorEvents(2, events.extend)])
     samples_by_name = {name: [samples for other, _, samples in events if other == name] for name, *_ in events}
@@ -158,8 +143,14 @@ def test_the_monitor_receives_predictions_with_the_line_of_the_log() -> None:
     assert ("Train/Update/predicted_update_error", -0.5, 32) in events
 
 
-def test_the_summary_has_at_most_eight_lines(lines: list[str]) -> None:
-    """Check a plan of all placements, with forwards beside updates."""
+def test_the_summary_leaves_out_the_first_updates_is_logged_once_and_has_at_most_eight_lines(lines: list[str]) -> None:
+    report(timeline(1.0), [1000.0] * WARM_UPDATES + [20.0, 40.0, 25.0])
+    first, update, kinds = lines.pop().splitlines()
+    assert first == "5 updates, median of the last 3 against the prediction:"
+    assert update == "  update 25.0 s, predicted 10.0 s (-60%)"
+    assert kinds.startswith("  PREFETCH 4.00 s, predicted 2.00 s (-50%); GPU_STEP 4.00 s, ")
+    assert (kinds.count(";"), lines) == (4, [])
+    # A plan of all placements, with forwards beside updates.
     description = ["cpu: 4 units", "streamed: 4 units", "resident: 4 units", "memory of rank 0: 1 kB"]
     slower = Windows(forward_s=1.0)
     plan = replace(
@@ -183,9 +174,10 @@ def test_the_summary_has_at_most_eight_lines(lines: list[str]) -> None:
 def recorded(cost_s: float, stock_s: float | None, on_cpu: bool = False, accelerator: str = "cuda") -> RecordedRun:
     """Return a run of three iterations of 10 s, whose updates have the given cost."""
     plan = replace(PLAN, placements=(Placement.CPU,) * 4) if on_cpu else PLAN
+    memory_bytes = {"pinned": 1}
     return RecordedRun(
         info=RunInfo(
-            began="", world_size=1, accelerator=accelerator, software={}, plan=plan, memory_bytes={"pinned": 1}
+            began="", world_size=1, accelerator=accelerator, software={}, plan=plan, memory_bytes=memory_bytes
         ),
         steps=[{"step": step, "cost_s": cost_s, "iteration_s": 10.0} for step in (1, 2, 3)],
         compared_updates=0,
@@ -228,9 +220,7 @@ def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue
 
 @pytest.mark.P5
 @pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
-def test_updates_on_the_cpu_far_below_the_profile_are_logged_once(
-    measured_s: float, is_slow: bool, lines: list[str]
-) -> None:
+def test_cpu_updates_far_below_the_profile_are_logged_once(measured_s: float, is_slow: bool, lines: list[str]) -> None:
     plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
     reporter = UpdateReporter(plan, [SlowCpu()], lambda: StepCounts(step=0, samples=0))
     exposed = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]

@@ -14,13 +14,8 @@ import pytest
 from perf_model.__main__ import main
 
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
+    **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
 }
 """The config of Llama 3 8B."""
 
@@ -32,15 +27,8 @@ PLANNING_COMMANDS = ("plan", "sweep", "cluster")
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
     """Return the options of a training run."""
-    options = {
-        "profile": profile,
-        "model": model,
-        "world_size": world_size,
-        "ranks_per_node": 4,
-        "micro_batch": 1,
-        "sequence": 2048,
-        **more,
-    }
+    options = {"profile": profile, "model": model, "world_size": world_size, "ranks_per_node": 4, "micro_batch": 1}
+    options |= {"sequence": 2048, **more}
     return [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
 
 

@@ -21,14 +21,13 @@ from tests.launch import REPOSITORY
 from tests.model.profiles import RATES, profile
 
 FEW_UNITS = ["--unit-size", "1000000000"]
-SWEEP = ["--ranks-per-node", "4", "--sequence", "2048", "--world-sizes", "4", "--micro-batches", "1"]
 CLUSTER_SIZES = ["--gpus", "8", "--ranks-per-node", "4", "--global-batch", "16", "--sequence", "2048"]
 ONE_LAYOUT = ["--tensor-parallel", "1", "--micro-batches", "1", *FEW_UNITS]
 CLUSTER = ["cluster", *job()[:4], *CLUSTER_SIZES, *ONE_LAYOUT]
 
 
 def run_command(arguments: list[str]) -> tuple[int, str]:
-    """Return the exit code and the errors of a planning command. An exception that is not an exit fails the test."""
+    """Return the exit code and the errors of a planning command."""
     error = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
         try:
@@ -43,18 +42,10 @@ def assert_refused(arguments: list[str], expected: str = "") -> None:
     assert code == 2, error
     assert expected in error
     assert len(error) < 4_000
-    lines = error.rstrip("\n").split("\n")
-    assert 2 <= len(lines) <= 3, "the rule with the value, and the remedy"
+    assert error.replace("\n", "").isprintable()
+    assert 2 <= len(error.rstrip("\n").split("\n")) <= 3, "the rule with the value, and the remedy"
     assert any(word in error for word in ("found", "expected", "required", "unrecognized", "invalid", "not allowed"))
-    assert not any(line.startswith("usage:") for line in lines)
-
-
-def profile_json(**changes: Any) -> bytes:
-    return dumped({**json.loads(MACHINES["h100-pcie5"].profile(4).to_json()), **changes})
-
-
-def dumped(value: object) -> bytes:
-    return json.dumps(value).encode()
+    assert not error.startswith("usage:")
 
 
 ANY_FILE: dict[str, bytes] = {
@@ -66,35 +57,21 @@ ANY_FILE: dict[str, bytes] = {
     "key twice": b'{"version": 2, "version": 2}',
     "larger than 10 MB": b" " * (MAX_FILE_BYTES + 1),
 }
-"""Files that are neither a profile, nor a config, nor rules."""
+"""Files that are neither a profile, nor a config, nor rules. ``tests/test_config.py`` has more of the first two."""
 
-
-NO_MATCH = [{"match": "lm_heads", "states": "cpu"}]
-NO_EFFECT = [{"match": "*", "states": "cpu"}, {"match": "lm_head.*", "states": "cpu"}]
-FILES: dict[str, dict[str, bytes]] = {
-    "profile": {
-        **ANY_FILE,
-        "unknown key": profile_json(gpu_memory=80e9),
-        "samples are text": profile_json(measurements={"h2d_bytes_per_s": {"samples": ["fast"]}}),
-        "a config.json": dumped(LLAMA),
-    },
-    "model": {
-        **ANY_FILE,
-        "width is text": dumped({**LLAMA, "hidden_size": "4096"}),
-        "a profile": profile_json(),
-    },
-    "rules": {**ANY_FILE, "pattern matches nothing": dumped(NO_MATCH), "rule without effect": dumped(NO_EFFECT)},
+FILES: dict[str, tuple[str, bytes]] = {
+    **{f"rules: {name}": ("rules", content) for name, content in ANY_FILE.items()},
+    "pattern matches nothing": ("rules", b'[{"match": "lm_heads", "states": "cpu"}]'),
+    "rule without effect": ("rules", b'[{"match": "*", "states": "cpu"}, {"match": "lm_head.*", "states": "cpu"}]'),
+    "profile is empty": ("profile", b""),
+    "profile is a config.json": ("profile", json.dumps(LLAMA).encode()),
+    "config.json is empty": ("model", b""),
+    "config.json is a profile": ("model", MACHINES["h100-pcie5"].profile(4).to_json().encode()),
+    "width is text": ("model", json.dumps({**LLAMA, "hidden_size": "4096"}).encode()),
 }
 
 
-@pytest.mark.parametrize(
-    ("option", "content"),
-    [
-        pytest.param(option, content, id=f"{option}: {name}")
-        for option, files in FILES.items()
-        for name, content in files.items()
-    ],
-)
+@pytest.mark.parametrize(("option", "content"), FILES.values(), ids=FILES)
 def test_a_file_that_cannot_be_used_gets_one_short_error(option: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "input"
     path.write_bytes(content)
@@ -108,26 +85,23 @@ def plan(**changes: Any) -> list[str]:
 
 PARAMS = ["plan", *job()[:2], *job()[4:], "--params"]
 MANY = ",".join(map(str, range(1, 101)))
-SIZES = ["sweep", *job()[:4], *SWEEP[:4]]
+SIZES = ["sweep", *job()[:4], "--ranks-per-node", "4", "--sequence", "2048"]
 OPTIONS: dict[str, tuple[list[str], str]] = {
     "unknown command": (["plans"], ""),
     "no options": (["plan"], "the following arguments are required: --profile"),
     "unknown option": ([*plan(), "--batch", "1"], "--batch"),
     "text": (plan(world_size="four"), "four"),
+    "a control character": (plan(micro_batch="\x1b[31m"), "micro-batch"),
+    "a control character in a name": (plan(profile="\x1b[31m"), "A profile must be a readable file"),
+    "400 digits": (plan(gpu_memory_gb="9" * 400), "gpu-memory-gb"),
+    "no model at all": (plan()[:3], "model"),
     "zero": (plan(micro_batch=0), "micro_batch: must be an integer from 1 to 1,000,000, found 0"),
     "25 digits": (plan(sub_group_size=10**24), "sub_group_size: must be an integer from 1 to"),
-    "too many units": (
-        plan(unit_size=1),
-        "unit_size: must make at most 10,000 units per rank, found 10,943,708 or more",
-    ),
+    "too many units": (plan(unit_size=1), "unit_size: must make at most 10,000 units per rank, found 10,943,708"),
     "ranks of a node": (plan(world_size=6), "ranks_per_node: must divide the world size, 6, found 4"),
-    "more ranks than cores": (
-        plan(world_size=2000, ranks_per_node=1000),
-        "must be at most 96, the number of cores of h100",
-    ),
+    "more ranks than cores": (plan(world_size=2000, ranks_per_node=1000), "must be at most 96, the number of cores"),
     "no file": (plan(profile="none.json"), "A profile must be a readable file, found none.json"),
     "no such preset": (plan(profile="rtx409"), "\nOr plan for a preset: rtx4090"),
-    "a long name": (plan(profile="long" * 500), "A profile must be a readable file"),
     "a folder": (plan(profile=REPOSITORY), "A profile must be a readable file"),
     "no config": (plan(model="none.json"), "A model must be a preset or a readable config.json, found none.json"),
     "no model": (plan(model="\0"), "A model must be a preset or a readable config.json"),
@@ -148,17 +122,10 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "picture": (plan(timeline="trace.txt"), "must end with .json"),
     "many pairs": ([*SIZES, "--world-sizes", MANY, "--micro-batches", MANY], "at most 500 pairs, found 10,000"),
     "pairs": ([*SIZES, "--world-sizes", "1,,2", "--micro-batches", "1"], "1,,2"),
-    "csv": (
-        ["sweep", *job()[:4], *SWEEP, *FEW_UNITS, "--csv", "none/rows.csv"],
-        "--csv: must be a file that can be written",
-    ),
     "no sizes": (CLUSTER[:5], "required"),
     "accumulation": ([*CLUSTER, "--accumulation", "2"], "accumulation"),
     "tokens": ([*CLUSTER, "--tokens", "nan"], "tokens"),
-    "layouts": (
-        [*CLUSTER, "--tensor-parallel", "3"],
-        "tensor_parallel: must divide the number of ranks of a node, 4, found 3",
-    ),
+    "layouts": ([*CLUSTER, "--tensor-parallel", "3"], "tensor_parallel: must divide the number of ranks of a node, 4"),
     "micro-batches": ([*CLUSTER, "--micro-batches", "auto,1"], "auto"),
     "network": ([*CLUSTER, "--node-gb-per-s", "nan"], "--node-gb-per-s: must be a number from 0.001 to 10000"),
     "GPUs": ([*CLUSTER, "--gpus", "0"], "Correct --world-size, or --nodes (--gpus of a cluster)."),
@@ -179,11 +146,7 @@ def test_impossible_options_get_one_short_error(arguments: list[str], expected: 
             (dict.fromkeys(ACCELERATOR_RATES), option, f"{option[0]}: needs a profile of a machine with a GPU, found")
             for option in (["--offload-param"], ["--gpu-memory-margin-gb", "0"], ["--eager-memory-gb", "1"])
         ),
-        (
-            {"gpu_adam_params_per_s": None},
-            ["--rules"],
-            '--rules: "streamed" needs a rate of Adam on the GPU, found none',
-        ),
+        ({"gpu_adam_params_per_s": None}, ["--rules"], '--rules: "streamed" needs a rate of Adam on the GPU, found no'),
     ],
 )
 def test_options_that_do_not_suit_a_measured_profile_are_refused(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -40,69 +41,62 @@ FOLDER = Path("/cache/cpu_adam")
 BUILT, NOT_BUILT, PREBUILT = Extension(FOLDER, True), Extension(FOLDER, False), Extension(None, True)
 LOCK = FOLDER / "lock"
 
-
 GPUS = [("NVIDIA H100", 85 * 10**9)] * 2
 TORCH = Requirement("torch>=2.10")
 
-FINDINGS: dict[str, tuple[Callable[[], Finding], Status, str]] = {
-    "old torch": (lambda: doctor.check_package(TORCH, "2.9.1+cu128"), Status.FAIL, "2.9.1"),
-    "torch": (lambda: doctor.check_package(TORCH, "2.13.0+cpu"), Status.OK, "2.13.0+cpu"),
-    "no wrapt": (lambda: doctor.check_package(Requirement("wrapt"), None), Status.FAIL, ""),
-    "other deepspeed": (lambda: doctor.check_deepspeed("0.17.5", None), Status.FAIL, "0.17.5; must be 0.17.6 or later"),
-    "broken deepspeed": (
-        lambda: doctor.check_deepspeed("0.19.8", ImportError("no [hjson]")),
-        Status.FAIL,
-        "no [hjson]",
-    ),
-    "untested deepspeed": (lambda: doctor.check_deepspeed("0.19.9", None), Status.WARN, "0.19.9"),
-    "deepspeed": (lambda: doctor.check_deepspeed("0.19.8+abc", None), Status.OK, "0.19.8+abc"),
-    "other accelerator": (lambda: doctor.check_accelerator("xpu", 8, [], None), Status.FAIL, "xpu"),
-    "no GPU": (lambda: doctor.check_accelerator("cuda", 0, [], None), Status.FAIL, ""),
-    "CPU by accident": (lambda: doctor.check_accelerator("cpu", 1, [], None), Status.WARN, "cpu"),
-    "GPUs": (lambda: doctor.check_accelerator("cuda", 2, GPUS, None), Status.OK, "NVIDIA H100 (85.0 GB), NVIDIA H100"),
-    "autoload off": (lambda: doctor.check_hook("0", has_entry_point=True, is_active=True), Status.FAIL, ""),
-    "no entry point": (lambda: doctor.check_hook(None, has_entry_point=False, is_active=True), Status.FAIL, ""),
-    "inactive hook": (lambda: doctor.check_hook("1", has_entry_point=True, is_active=False), Status.FAIL, ""),
-    "switched off": (lambda: doctor.check_switch("0"), Status.WARN, ""),
-    "no switch": (lambda: doctor.check_switch("false"), Status.WARN, "false"),
-    "little memlock": (lambda: doctor.check_memlock(8 * 2**20, has_cuda=True), Status.WARN, ""),
-    "no memlock": (lambda: doctor.check_memlock(None, has_cuda=True), Status.OK, "unlimited"),
-    "memlock of a CPU": (lambda: doctor.check_memlock(8 * 2**20, has_cuda=False), Status.OK, "nothing is pinned"),
-    "few queues": (lambda: doctor.check_connections("4", has_cuda=True), Status.WARN, "4"),
-    "other queues": (lambda: doctor.check_connections("all", has_cuda=True), Status.WARN, "all"),
-    "queues": (lambda: doctor.check_connections("32", has_cuda=True), Status.OK, "32 hardware queues"),
-    "queues of a CPU": (lambda: doctor.check_connections("1", has_cuda=False), Status.OK, "1; a GPU has 8"),
-    "no triton": (lambda: doctor.check_triton(None, has_cuda=True), Status.WARN, ""),
-    "triton of a CPU": (lambda: doctor.check_triton(None, has_cuda=False), Status.OK, "only GPUs need it"),
-    "no compiler": (lambda: doctor.check_extension(NOT_BUILT, ["c++"], ours=False), Status.FAIL, "c++"),
-    "no ninja": (lambda: doctor.check_extension(BUILT, ["ninja"], ours=False), Status.FAIL, "ninja"),
-    "not built yet": (lambda: doctor.check_extension(NOT_BUILT, [], ours=False), Status.WARN, ""),
-    "own kernel": (lambda: doctor.check_extension(NOT_BUILT, ["c++"], ours=True), Status.WARN, ""),
-    "prebuilt": (lambda: doctor.check_extension(PREBUILT, ["c++", "ninja"], ours=False), Status.OK, "prebuilt"),
-    "built": (lambda: doctor.check_extension(BUILT, ["c++"], ours=False), Status.OK, f"built in {FOLDER}"),
-    "killed build": (lambda: doctor.check_locks({LOCK: [], FOLDER / "other/lock": [7]}), Status.FAIL, ""),
-    "running build": (lambda: doctor.check_locks({LOCK: [7]}), Status.WARN, ""),
-    "no locks": (lambda: doctor.check_locks({}), Status.OK, "none"),
-}
+FAIL, WARN, OK = Status.FAIL, Status.WARN, Status.OK
+BROKEN = ImportError("no [hjson]")
+FINDINGS: list[tuple[Callable[..., Finding], tuple[object, ...], Status, str]] = [
+    (doctor.check_package, (TORCH, "2.9.1+cu128"), FAIL, "2.9.1"),
+    (doctor.check_package, (TORCH, "2.13.0+cpu"), OK, "2.13.0+cpu"),
+    (doctor.check_package, (Requirement("wrapt"), None), FAIL, ""),
+    (doctor.check_deepspeed, ("0.17.5", None), FAIL, "0.17.5; must be 0.17.6 or later"),
+    (doctor.check_deepspeed, ("0.19.8", BROKEN), FAIL, "no [hjson]"),
+    (doctor.check_deepspeed, ("0.19.9", None), WARN, "0.19.9"),
+    (doctor.check_deepspeed, ("0.19.8+abc", None), OK, "0.19.8+abc"),
+    (doctor.check_accelerator, ("xpu", 8, [], None), FAIL, "xpu"),
+    (doctor.check_accelerator, ("cuda", 0, [], None), FAIL, ""),
+    (doctor.check_accelerator, ("cpu", 1, [], None), WARN, "cpu"),
+    (doctor.check_accelerator, ("cuda", 2, GPUS, None), OK, "NVIDIA H100 (85.0 GB), NVIDIA H100"),
+    (partial(doctor.check_hook, has_entry_point=True, is_active=True), ("0",), FAIL, ""),
+    (partial(doctor.check_hook, has_entry_point=False, is_active=True), (None,), FAIL, ""),
+    (partial(doctor.check_hook, has_entry_point=True, is_active=False), ("1",), FAIL, ""),
+    (doctor.check_switch, ("0",), WARN, ""),
+    (doctor.check_switch, ("false",), WARN, "false"),
+    (partial(doctor.check_memlock, has_cuda=True), (8 * 2**20,), WARN, ""),
+    (partial(doctor.check_memlock, has_cuda=True), (None,), OK, "unlimited"),
+    (partial(doctor.check_memlock, has_cuda=False), (8 * 2**20,), OK, "nothing is pinned"),
+    (partial(doctor.check_connections, has_cuda=True), ("4",), WARN, "4"),
+    (partial(doctor.check_connections, has_cuda=True), ("all",), WARN, "all"),
+    (partial(doctor.check_connections, has_cuda=True), ("32",), OK, "32 hardware queues"),
+    (partial(doctor.check_connections, has_cuda=False), ("1",), OK, "1; a GPU has 8"),
+    (partial(doctor.check_triton, has_cuda=True), (None,), WARN, ""),
+    (partial(doctor.check_triton, has_cuda=False), (None,), OK, "only GPUs need it"),
+    (partial(doctor.check_extension, ours=False), (NOT_BUILT, ["c++"]), FAIL, "c++"),
+    (partial(doctor.check_extension, ours=False), (BUILT, ["ninja"]), FAIL, "ninja"),
+    (partial(doctor.check_extension, ours=False), (NOT_BUILT, []), WARN, ""),
+    (partial(doctor.check_extension, ours=True), (NOT_BUILT, ["c++"]), WARN, ""),
+    (partial(doctor.check_extension, ours=False), (PREBUILT, ["c++", "ninja"]), OK, "prebuilt"),
+    (partial(doctor.check_extension, ours=False), (BUILT, ["c++"]), OK, f"built in {FOLDER}"),
+    (doctor.check_locks, ({LOCK: [], FOLDER / "other/lock": [7]},), FAIL, ""),
+    (doctor.check_locks, ({LOCK: [7]},), WARN, ""),
+    (doctor.check_locks, ({},), OK, "none"),
+]
 
 
-@pytest.mark.parametrize(("check", "status", "found"), FINDINGS.values(), ids=FINDINGS)
 def test_a_condition_is_good_costs_time_or_keeps_training_from_starting(
-    check: Callable[[], Finding],
-    status: Status,
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finding = check()
-    assert (finding.status, found in finding.found) == (status, True), finding
-    monkeypatch.setattr(doctor_command, "examine", lambda environ: {"topic": finding})
     monkeypatch.setenv("COLUMNS", "300")
-    assert main(["doctor"]) == (status is Status.FAIL)
-    page = capsys.readouterr().out
-    assert page.splitlines()[0].split() == f"{status.name} topic {finding.found}".split()
-    assert status is Status.OK or f"-> {finding.remedy}" in page
-    assert ("FAIL: topic;" in page.splitlines()[-1]) is (status is Status.FAIL)
+    for check, arguments, status, found in FINDINGS:
+        finding = check(*arguments)
+        assert (finding.status, found in finding.found) == (status, True), finding
+        monkeypatch.setattr(doctor_command, "examine", lambda environ, finding=finding: {"topic": finding})
+        assert main(["doctor"]) == (status is FAIL)
+        page = capsys.readouterr().out
+        assert page.splitlines()[0].split() == f"{status.name} topic {finding.found}".split()
+        assert status is OK or f"-> {finding.remedy}" in page
+        assert ("FAIL: topic;" in page.splitlines()[-1]) is (status is FAIL)
 
 
 def test_the_limits_of_a_cgroup_version_2_include_those_of_its_parents(tmp_path: Path) -> None:
@@ -156,18 +150,17 @@ def test_an_unsupported_deepspeed_and_a_broken_wrapt_fail(tmp_path: Path) -> Non
     assert "found that it fails: RuntimeError: broken on purpose" in page.output
 
 
-def test_the_lock_of_a_killed_build_is_told_from_that_of_a_running_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check it with PyTorch's own lock, in the folder of another extension."""
+def test_the_locks_of_killed_and_running_builds_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "utils").mkdir()
     baton = FileBaton(str(tmp_path / "utils/lock"))
     assert baton.try_acquire()
     lock = tmp_path / "utils/lock"
     assert doctor._locks() == {lock: [os.getpid()]}
-    killed = f"from torch.utils.file_baton import FileBaton; FileBaton('{tmp_path}/utils/.ninja_lock').try_acquire()"
-    subprocess.run([sys.executable, "-c", killed], check=True)
+    if (child := os.fork()) == 0:
+        FileBaton(str(tmp_path / "utils/.ninja_lock")).try_acquire()
+        os._exit(0)
+    os.waitpid(child, 0)
     found = doctor._locks()
     assert found == {lock: [os.getpid()], tmp_path / "utils/.ninja_lock": []}
     finding = doctor.check_locks(found)
@@ -184,43 +177,36 @@ FOR_TRAINER = {
     **{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, **STAGE_3, "bf16": {"enabled": "auto"}},
     **{"deep_optimizer_states": {"placement": "cpu"}},
 }
-CONFIGS: dict[str, tuple[object, str, str]] = {
+NO_OBJECT = "A DeepSpeed config must be a file with a JSON object, found"
+CONFIGS: list[tuple[object, Status, str]] = [
     # Trainer fills in values, and DeepSpeed accepts comments and a batch for any number of ranks.
-    "Trainer": ("# a comment\n" + json.dumps(FOR_TRAINER), "OK", "accepted, with placement 'cpu'"),
-    "off": ({"deep_optimizer_states": {"enabled": False}}, "WARN", "stock DeepSpeed trains"),
-    "no block": (STAGE_3, "FAIL", "found no such block: stock DeepSpeed trains"),
-    "misspelled": ({**STAGE_3, "deep_opt_states": {}}, "FAIL", "deep_opt_states: has no effect"),
-    "misplaced": ({"zero_optimization": {"stage": 3, "deep_optimizer_states": {}}}, "FAIL", 'inside "zero_optim'),
-    "two keys": ({**STAGE_3, "deep_optimizer_states": {"unit_size": -1, "plcement": "cpu"}}, "FAIL", "not a known key"),
-    "stage": ({"deep_optimizer_states": {}, "zero_optimization": {"stage": 2}}, "FAIL", "stage: must be 3"),
-    "profile": ({**STAGE_3, "deep_optimizer_states": {"profile": "/no/file"}}, "FAIL", "No such file"),
-    "stock's key": ({"zero_optimization": {"stge": 3}, "deep_optimizer_states": {}}, "FAIL", "must accept the config"),
-    "a list": ([1], "FAIL", "with another value"),
-    "no JSON": ('{"a": ', "FAIL", "A DeepSpeed config must be a file with a JSON object, found"),
-    "twice": ('{"a": 1, "a": 2}', "FAIL", "A DeepSpeed config must be a file with a JSON object, found"),
-}
+    ("# a comment\n" + json.dumps(FOR_TRAINER), OK, "accepted, with placement 'cpu'"),
+    ({"deep_optimizer_states": {"enabled": False}}, WARN, "stock DeepSpeed trains"),
+    (STAGE_3, FAIL, "found no such block: stock DeepSpeed trains"),
+    ({**STAGE_3, "deep_opt_states": {}}, FAIL, "deep_opt_states: has no effect"),
+    ({"zero_optimization": {"stage": 3, "deep_optimizer_states": {}}}, FAIL, 'inside "zero_optim'),
+    ({**STAGE_3, "deep_optimizer_states": {"unit_size": -1, "plcement": "cpu"}}, FAIL, "not a known key"),
+    ({"deep_optimizer_states": {}, "zero_optimization": {"stage": 2}}, FAIL, "stage: must be 3"),
+    ({**STAGE_3, "deep_optimizer_states": {"profile": "/no/file"}}, FAIL, "No such file"),
+    ({"zero_optimization": {"stge": 3}, "deep_optimizer_states": {}}, FAIL, "must accept the config"),
+    ([1], FAIL, "with another value"),
+    ('{"a": ', FAIL, NO_OBJECT),
+    ('{"a": 1, "a": 2}', FAIL, NO_OBJECT),
+]
 
 
-@pytest.mark.parametrize(("config", "status", "found"), CONFIGS.values(), ids=CONFIGS)
 def test_a_config_is_checked_rule_by_rule(
-    config: object,
-    status: str,
-    found: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     path = tmp_path / "ds.json"
-    path.write_text(config if isinstance(config, str) else json.dumps(config))
-    assert main(["doctor", "--config", str(path)]) == (status == "FAIL")
-    page = capsys.readouterr().out
-    rows = [line for line in page.splitlines() if line.startswith(f"{status}  ")]
-    assert [row for row in rows if found in row], page
-    assert page.count("-> ") >= len(rows) or status == "OK", "each broken rule has a remedy"
-
-
-# The profile
+    for config, status, found in CONFIGS:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+        assert main(["doctor", "--config", str(path)]) == (status is FAIL)
+        page = capsys.readouterr().out
+        rows = [line for line in page.splitlines() if line.startswith(f"{status.name}  ")]
+        assert [row for row in rows if found in row], page
+        assert page.count("-> ") >= len(rows) or status is OK, "each broken rule has a remedy"
 
 
 @pytest.fixture
@@ -291,7 +277,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_measuring(
         check_output(tmp_path / "profile.json")
 
 
-def test_a_profile_of_several_ranks_says_so_and_each_rank_needs_a_gpu(
+def test_a_profile_says_its_ranks_which_need_a_gpu_each(
     measured: HardwareProfile, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile_command._print(measured, 4)

@@ -9,17 +9,17 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from deep_opt_states.cli.main import main as deep_opt_states_main
 from deep_opt_states.names import __version__
 from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
+from perf_model.cli import screen
 from perf_model.cli.model_option import read_model
-from perf_model.cli.screen import progress
 from perf_model.presets.machines import ALIASES, MACHINES
 from perf_model.training_run.model import ModelError
 from tests.cli.planning import PLANNING_COMMANDS, SWEEP, job
@@ -49,19 +49,18 @@ def test_the_programs_start_and_plan_without_torch_rich_and_matplotlib(code: str
     assert not ({"torch", "deepspeed", "matplotlib", "rich"} | absent) & set(done.stderr.split())
 
 
-def commands_in_the_help(*program: str) -> list[str]:
-    command = [sys.executable, "-m", *program, "--help"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    return re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE)
-
-
-def test_both_programs_run_as_modules_and_list_their_commands() -> None:
-    assert commands_in_the_help("perf_model") == [*PLANNING_COMMANDS]
-    assert commands_in_the_help("deep_opt_states.cli") == [*PLANNING_COMMANDS, *COMMANDS_THAT_NEED_TORCH]
-
-
-@pytest.mark.parametrize("run", [main, deep_opt_states_main])
-def test_a_program_prints_its_help_without_a_command_and_its_version(run: Any, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("program", "run", "commands"),
+    [
+        ("perf_model", main, PLANNING_COMMANDS),
+        ("deep_opt_states.cli", deep_opt_states_main, (*PLANNING_COMMANDS, *COMMANDS_THAT_NEED_TORCH)),
+    ],
+)
+def test_a_program_runs_as_a_module_and_prints_its_commands_and_its_version(
+    program: str, run: Any, commands: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = subprocess.check_output([sys.executable, "-m", program, "--help"], cwd=REPOSITORY, text=True)
+    assert re.findall(r"^    (\w+) ", shown, re.MULTILINE) == [*commands]
     assert run([]) == 0
     assert capsys.readouterr().out.startswith("usage: ")
     with pytest.raises(SystemExit, match="0"):
@@ -70,9 +69,7 @@ def test_a_program_prints_its_help_without_a_command_and_its_version(run: Any, c
 
 
 @pytest.mark.parametrize("command", COMMANDS_THAT_NEED_TORCH)
-def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_needs_torch_names_its_program(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([command, "--output", "profile.json"])
     assert f"found '{command}'. Run: deep-opt-states {command}\n" in capsys.readouterr().err
@@ -80,9 +77,8 @@ def test_a_command_that_needs_torch_is_refused_with_the_program_that_has_it(
 
 @pytest.mark.parametrize("command", ["", "plan", "cluster"])
 def test_each_planning_command_lists_the_presets(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="0"):
         main([*command.split(), "--list"])
-    assert caught.value.code == 0
     shown = capsys.readouterr().out
     for name, preset in MACHINES.items():
         assert f"{name}: {preset.source}" in shown
@@ -98,9 +94,7 @@ def options(model: str | Path) -> argparse.Namespace:
     return argparse.Namespace(model=str(model), **dict.fromkeys(names))
 
 
-def test_a_folder_and_a_name_in_the_cache_are_read_as_their_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_or_a_name_in_the_cache_is_read_as_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "0123"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(SMALL))
@@ -125,13 +119,15 @@ def test_an_unknown_name_gets_near_presets_and_the_place_of_a_config() -> None:
 def test_progress_is_shown_on_a_terminal_after_a_second(
     is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    timer = mock.Mock()
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr(screen, "Timer", timer)
     monkeypatch.setenv("TERM", "xterm")
-    with progress("Working"):
-        pass
-    assert capsys.readouterr().err == ""
-    with progress("Working"):
-        time.sleep(1.3)
+    with screen.progress("Working"):
+        assert capsys.readouterr().err == ""
+        for seconds, start in (call.args for call in timer.call_args_list):
+            assert seconds == 1.0
+            start()
     output = capsys.readouterr()
     assert ("Working" in output.err) is is_terminal
     assert output.out == ""

@@ -35,14 +35,9 @@ WORKLOAD = Workload.from_numels([30_000_000] * 7 + [12_345_678])
 PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=2)
 HOSTILE = '<img src=http://example.invalid/x onerror=alert(1)> & "quoted" {{ 7 * 7 }} 💥'
 
-INFO = RunInfo(
-    began="2026-01-02T03:04:05+00:00",
-    world_size=4,
-    accelerator=HOSTILE,
-    software={"deepspeed": "0.19.8"},
-    plan=PLAN,
-    memory_bytes={"pinned": 3_210_000_000, "accelerator": 720_000_000},
-)
+MEMORY_BYTES = {"pinned": 3_210_000_000, "accelerator": 720_000_000}
+ABOUT = {"began": "2026-01-02T03:04:05+00:00", "world_size": 4, "software": {"deepspeed": "0.19.8"}}
+INFO = RunInfo(**ABOUT, accelerator=HOSTILE, plan=PLAN, memory_bytes=MEMORY_BYTES)
 
 UPDATES, EVERY = 9, 4
 FORWARD_ALONE_S = 0.03
@@ -52,8 +47,8 @@ NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(p
 def predicted(windows: Windows) -> PredictedUpdate:
     cost = CostModel.from_profile(profile())
     timeline = simulate(PLAN.schedule, WORKLOAD, cost, windows)
-    phases = windows.phases(timeline, WORKLOAD, cost)
-    return PredictedUpdate(timeline, windows.exposed_s(timeline, WORKLOAD, cost), phases)
+    exposed_s = windows.exposed_s(timeline, WORKLOAD, cost)
+    return PredictedUpdate(timeline, exposed_s, windows.phases(timeline, WORKLOAD, cost))
 
 
 def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateReporter:
@@ -120,7 +115,8 @@ needs_browser = pytest.mark.skipif(
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
+def page(run: Path) -> Iterator[Page]:
+    assert main(["report", str(run)]) == 0
     browser = find_browser()
     assert browser is not None
     with browsing(browser) as page:
@@ -129,7 +125,6 @@ def page() -> Iterator[Page]:
 
 @needs_browser
 def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narrow(run: Path, page: Page) -> None:
-    assert main(["report", str(run)]) == 0
     info = json.loads((run / "run.json").read_text())
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()][WARM_UPDATES:]
     colours = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(228, 231, 235)", "rgb(20, 23, 27)"]}
@@ -151,7 +146,7 @@ def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narro
         assert min(measured, predicted) >= len(PLAN.schedule.actions)
     tables: dict[str, Any] = dict(page.evaluate(TABLES))
     text = page.evaluate("document.body.innerText")
-    # Frames that scroll can be reached by keyboard, and have a name.
+    # Frames that scroll can be reached by keyboard.
     frames = "[...document.querySelectorAll('.wide')].map(frame => [frame.tabIndex, frame.ariaLabel.length > 0])"
     assert set(map(tuple, page.evaluate(frames))) == {(0, True)}
     assert page.complaints == []
@@ -162,7 +157,6 @@ def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narro
 
 @needs_browser
 def test_a_button_enlarges_the_timeline_and_another_hands_the_trace_to_perfetto(run: Path, page: Page) -> None:
-    assert main(["report", str(run)]) == 0
     page.open(run / "report.html", 1280)
     width = "document.querySelector('.timeline svg.lanes').getAttribute('width')"
     assert page.evaluate(width) == "100%"
@@ -186,15 +180,12 @@ def test_a_button_enlarges_the_timeline_and_another_hands_the_trace_to_perfetto(
 
 
 def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[str, Any]]) -> None:
-    """Check that the tables of the page have the numbers of ``run.json`` and of the lines in ``steps.jsonl``."""
     updates = dict(tables["Updates"])
-    rows = {
-        **{"iteration": "iteration_s", "forward, without waits for the update": "forward_s"},
-        **{"backward, until the next update": "backward_s", "memory in use": "memory_bytes"},
-        **{"exposed: the model waits": "exposed_s", "hidden behind backward and forward": "hidden_s"},
-        **{"duration of the update": "update_s", "CPU Adam": "cpu_adam_s", "update throughput": "params_per_s"},
-        **{"host to device": "h2d_bytes_per_s", "device to host": "d2h_bytes_per_s"},
-    }
+    rows = {"iteration": "iteration_s", "forward, without waits for the update": "forward_s", "CPU Adam": "cpu_adam_s"}
+    rows |= {"backward, until the next update": "backward_s", "memory in use": "memory_bytes"}
+    rows |= {"exposed: the model waits": "exposed_s", "hidden behind backward and forward": "hidden_s"}
+    rows |= {"duration of the update": "update_s", "update throughput": "params_per_s"}
+    rows |= {"host to device": "h2d_bytes_per_s", "device to host": "d2h_bytes_per_s"}
     for row, key in rows.items():
         values = [step[key] for step in steps if step[key] is not None]
         # No iteration follows the last update.
@@ -217,7 +208,9 @@ def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[
     assert locked[1] == [[pinned_bytes, "3.21 GB"], [pinned_bytes / WORKLOAD.numel, "14.4 bytes"]]
 
 
-def test_all_text_is_escaped_and_nothing_is_fetched(run: Path, tmp_path: Path) -> None:
+def test_text_is_escaped_and_nothing_is_fetched(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--output", "/dev/null/page.html"]) == 1
+    assert capsys.readouterr().err.startswith("--output: must be a file that can be written, found /dev/null/page.html")
     page = tmp_path / "elsewhere.html"
     assert main(["report", str(run), "--output", str(page)]) == 0
     text = page.read_text()
@@ -287,11 +280,6 @@ def test_a_folder_without_a_readable_run_is_refused_with_the_remedy(
     message = capsys.readouterr().err
     assert f"found {tmp_path}" in message
     assert '"report": "FOLDER"' in message
-
-
-def test_a_page_that_cannot_be_written_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--output", "/dev/null/page.html"]) == 1
-    assert capsys.readouterr().err.startswith("--output: must be a file that can be written, found /dev/null/page.html")
 
 
 def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_files_there(tmp_path: Path) -> None:

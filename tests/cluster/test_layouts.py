@@ -15,12 +15,11 @@ from perf_model.__main__ import main
 from perf_model.cluster.layouts import layouts_of, tensor_parallel_sizes
 from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.models import MODELS
-from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import TrainingMemory
-from tests.model.profiles import RATES, profile
+from tests.model.profiles import RATES, job, profile
 
-CLUSTER = Job(shape=MODELS["Llama-3-8B"], world_size=64, ranks_per_node=8, micro_batch=1, sequence=4096)
+CLUSTER = job(MODELS["Llama-3-8B"], 64, 8, sequence=4096)
 
 
 @given(st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.integers(1, 64), st.sampled_from([None, [1, 5]]))
@@ -56,9 +55,7 @@ def test_batches_and_sizes_that_no_layout_has_are_refused(
     assert len(str(caught.value).splitlines()) == 2
 
 
-TENSOR_PARALLEL = Job(
-    shape=MODELS["Llama-3-8B"], world_size=16, ranks_per_node=8, micro_batch=2, sequence=512, tensor_parallel=4
-)
+TENSOR_PARALLEL = job(MODELS["Llama-3-8B"], 16, 8, micro_batch=2, sequence=512, tensor_parallel=4)
 
 
 def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> None:
@@ -78,19 +75,8 @@ def test_tensor_parallel_ranks_divide_matrices_operations_and_activations() -> N
     assert units.numel == pytest.approx(TENSOR_PARALLEL.shard_numel / 4, rel=1e-4)
 
 
-# The command
-
-JOB = {
-    "profile": "h100-pcie5",
-    "model": "7B",
-    "gpus": 16,
-    "ranks_per_node": 8,
-    "global_batch": 64,
-    "sequence": 2048,
-    "network_gb_per_s": 25,
-    "node_gb_per_s": 300,
-    "unit_size": 200_000_000,
-}
+JOB = {"profile": "h100-pcie5", "model": "7B", "gpus": 16, "ranks_per_node": 8, "global_batch": 64, "sequence": 2048}
+JOB |= {"network_gb_per_s": 25, "node_gb_per_s": 300, "unit_size": 200_000_000}
 
 
 def arguments(**more: Any) -> list[str]:
@@ -145,18 +131,15 @@ def test_the_screen_names_the_network_and_layouts_without_memory(capsys: pytest.
     assert "16 x H100-80GB, 2 x 8, 64 sequences of 2048 tokens per iteration" in shown
     assert "network between nodes, per GPU: 25 GB/s, given, not measured" in shown
     json.loads(shown[shown.index("config:\n") + len("config:\n") :])
-    unfit = [
-        layout for layout in compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")["layouts"] if not layout["fits"]
-    ]
+    layouts = compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")["layouts"]
+    unfit = [layout for layout in layouts if not layout["fits"]]
     assert unfit
     assert all("exceeds gpu memory by" in layout["why"] for layout in unfit)
     assert main(["cluster", *arguments(gpu_memory_gb=2)]) == 1
     assert "Paste into" not in capsys.readouterr().out
 
 
-def test_rates_of_the_network_are_given_measured_assumed_or_of_the_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_origin_of_rates_of_the_network_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     more = {"tensor_parallel": 2, "micro_batches": 4, "node_gb_per_s": None, "network_gb_per_s": None}
 
@@ -180,11 +163,9 @@ def test_rates_of_the_network_are_given_measured_assumed_or_of_the_preset(
     assert "profile: must be of a machine with a GPU" in capsys.readouterr().err
 
 
-def test_rules_that_do_not_fit_together_with_sums_fit_with_the_sums_in_host_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_fit_with_the_sums_in_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rules = tmp_path / "rules.json"
     rules.write_text('[{"match": "model.layers.0.*", "states": "resident"}]')
-    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s", "unit_size")) | {"gpus": 1, "ranks_per_node": 1}
+    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s")) | {"gpus": 1, "ranks_per_node": 1}
     found = compared(capsys, **one_gpu, profile="l40s", model="13B", global_batch=2, rules=rules)
     assert {(layout["micro_batch"], layout["fits"]) for layout in found["layouts"]} == {(1, True), (2, True)}

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED
-from tests.compat.golden import GOLDEN, TRIED_TORCH, world_size
+from tests.compat.golden import EQUAL, GOLDEN, TRIED_TORCH, world_size
 from tests.compat.results import add_result, write_compiler
-from tests.launch import REPOSITORY, Finished, run_ranks
+from tests.launch import REPOSITORY, run_ranks
 
 FOLDER = REPOSITORY / ".cache" / "compat"
 TIMEOUT_S = 3600
@@ -37,8 +36,7 @@ OPTIONS = {
 WITHOUT_TORCH = 'raise ImportError("hidden, because importing PyTorch takes most of the time of the installation")\n'
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """A release of ``deepspeed`` or ``torch``, which ranks import instead of the one of this environment."""
 
     package: str
@@ -52,9 +50,6 @@ class Release:
             expected = " or ".join(f"{name}==VERSION" for name in OPTIONS)
             raise argparse.ArgumentTypeError(f"a release must be {expected}, found {text!r}")
         return Release(package, version)
-
-    def __str__(self) -> str:
-        return f"{self.package} {self.version}"
 
     @property
     def folder(self) -> Path:
@@ -79,33 +74,26 @@ class Release:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def run(self, world_size: int, arguments: list[str]) -> list[Finished]:
-        """Run ``python -m`` with ``arguments`` as ranks that import this release."""
-        self.install()
-        return run_ranks(
-            world_size,
-            ["-m", *arguments],
-            TIMEOUT_S,
-            fresh=True,
-            PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(self.folder)]),
-            TORCH_EXTENSIONS_DIR=str(FOLDER / f"{self.folder.name} ops"),
-            CXX=str(write_compiler(FOLDER)),
-        )
-
 
 def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
     """Return the versions that the ranks had, and the result of each case, by name, joined from all ranks.
 
     ``missing_names`` are the names of DeepSpeed that the plugin uses and the release lacks.
     """
+    release.install()
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(release.folder)]),
+        "TORCH_EXTENSIONS_DIR": str(FOLDER / f"{release.folder.name} ops"),
+        "CXX": str(write_compiler(FOLDER)),
+    }
     cases: dict[str, list[str]] = {}
     found: dict[str, Any] = {}
     for size in sorted(set(map(world_size, names))):
         of_size = [name for name in names if world_size(name) == size]
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "results"
-            for rank, finished in enumerate(release.run(size, ["tests.compat.golden_ranks", str(path), *of_size])):
-                written = path.with_name(f"results.{rank}")
+            program = ["-m", "tests.compat.golden_ranks", f"{folder}/results", *of_size]
+            for rank, finished in enumerate(run_ranks(size, program, TIMEOUT_S, fresh=True, **variables)):
+                written = Path(folder, f"results.{rank}")
                 if not written.exists():
                     raise RuntimeError(f"rank {rank} with {release} failed:\n{finished.output[-5000:]}")
                 found = json.loads(written.read_text())
@@ -120,17 +108,15 @@ def main(arguments: Sequence[str]) -> int:
     """Try the releases, print each case that is not equal, and return 1 if one differs from its last result."""
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
     parser.add_argument("releases", nargs="*", type=Release.from_requirement, metavar="PACKAGE==VERSION")
-    all_tried = [Release("deepspeed", version) for version in TESTED_DEEPSPEED]
-    all_tried += [Release("torch", version) for version in TRIED_TORCH]
+    all_tried = [("deepspeed", version) for version in TESTED_DEEPSPEED] + [("torch", each) for each in TRIED_TORCH]
     changed = 0
-    for release in parser.parse_args(arguments).releases or all_tried:
+    for release in parser.parse_args(arguments).releases or [Release(*each) for each in all_tried]:
         found = try_release(release, GOLDEN)
-        cases = found["cases"]
-        print(f"{release}: {sum(lines == ['equal'] for lines in cases.values())} of {len(cases)} equal", flush=True)
-        for name, lines in cases.items():
-            if lines != ["equal"]:
-                print(f"  {name}: {'; '.join(lines)[:500]}")
-        changed += add_result(release.package, release.version, found)
+        different = {name: lines for name, lines in found["cases"].items() if lines != EQUAL}
+        print(f"{' '.join(release)}: {len(GOLDEN) - len(different)} of {len(GOLDEN)} equal", flush=True)
+        for name, lines in different.items():
+            print(f"  {name}: {'; '.join(lines)[:500]}")
+        changed += add_result(*release, found)
         if release.package == "torch":
             shutil.rmtree(release.folder)
     return int(changed > 0)

@@ -1,8 +1,5 @@
 """Train golden cases on one rank with this environment's DeepSpeed and PyTorch, and write how they compare with stock.
 
-The names of DeepSpeed that the plugin uses and that are missing are written, too. When training starts, the plugin
-looks for them only in untested releases; those between two tried ones lack what their neighbours lack.
-
 Arguments: the path of the results, to which the rank is appended, and the names of the cases. At one rank, an exception
 ends its case only. At several ranks it ends all, because the collectives of the ranks no longer match.
 """
@@ -37,8 +34,7 @@ from tests.zero.process_group import process_group
 
 def differences(case: Case) -> list[str]:
     """Return one line for each number or tensor of the case that is not stock's."""
-    found = same_as_stock(case)
-    return [f"{block}: {line}" for block, lines in found["differences"].items() for line in lines]
+    return [f"{block}: {line}" for block, lines in same_as_stock(case)["differences"].items() for line in lines]
 
 
 def collect_with_one_nan(optimizer: Any, record: training.Record) -> None:
@@ -80,6 +76,7 @@ def main(path: str, *names: str) -> None:
             if dist.get_world_size() > 1:
                 break
     versions = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    # Training looks for missing names in untested releases only; those between two tried ones lack the same.
     results = {"versions": versions, "missing_names": missing_names(), "cases": cases}
     Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(results))
 

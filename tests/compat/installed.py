@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from tests.launch import free_port
 NAME = "deep_opt_states"
 PLAN = "--profile gh200 --model 13B --world-size 1 --ranks-per-node 1 --micro-batch 1 --sequence 2048"
 TRAINING = Path(__file__).with_name("tiny_training.py")
-"""A program that trains with stock and with the plugin; its last line is a list of the values that differ."""
-
 VERSIONS = f"""
 import json, platform, sys
 from importlib.metadata import version
@@ -35,49 +32,44 @@ print(json.dumps({{"python": platform.python_version(), "torch": version("torch"
 """
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A virtual environment in a folder outside this checkout."""
+def run(folder: Path, program: str, *arguments: str | Path) -> str:
+    """Run a program of the environment in ``folder``; return its output, or raise ``CalledProcessError``."""
+    programs = folder / "venv" / "bin"
+    # Paths and modules of the caller's environment must not reach this one.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+    environ |= {
+        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+        "CXX": str(write_compiler(folder)),
+        "TORCH_EXTENSIONS_DIR": str(folder / "ops"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    print(f"  {' '.join(map(str, (program, *arguments)))[:100]}", flush=True)
+    done = subprocess.run([programs / program, *arguments], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        print(done.stdout)
+    done.check_returncode()
+    return done.stdout
 
-    folder: Path
 
-    def run(self, program: str, *arguments: str | Path) -> str:
-        """Run a program of this environment, and return its output. Raise ``CalledProcessError`` if it fails."""
-        programs = self.folder / "venv" / "bin"
-        # Paths and modules of the caller's environment must not reach this one.
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
-        environ |= {
-            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-            "CXX": str(write_compiler(self.folder)),
-            "TORCH_EXTENSIONS_DIR": str(self.folder / "ops"),
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
-        }
-        print(f"  {' '.join(map(str, (program, *arguments)))[:100]}", flush=True)
-        command = [programs / program, *arguments]
-        done = subprocess.run(command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, text=True)
-        if done.returncode != 0:
-            print(done.stdout)
-        done.check_returncode()
-        return done.stdout
+def pip(folder: Path, *arguments: str | Path) -> None:
+    """Run pip, which shows errors only."""
+    run(folder, "python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
-    def pip(self, *arguments: str | Path) -> None:
-        """Run pip, which shows errors only."""
-        self.run("python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
-    def try_distribution(self, distribution: Path) -> dict[str, Any]:
-        """Install the distribution, run its commands and a tiny training, and return versions and differences."""
-        self.pip("install", "--no-compile", distribution)
-        self.pip("check")
-        self.run("deep-opt-states", "plan", *PLAN.split())
-        self.run("deep-opt-states", "doctor")
-        found: dict[str, Any] = json.loads(self.run("python", "-c", VERSIONS))
-        differences = json.loads(self.run("python", TRAINING).splitlines()[-1])
-        self.pip("install", "--no-compile", f"{distribution}[test]")
-        self.pip("check")
-        self.pip("uninstall", "--yes", NAME)
-        return {**found, "differences": differences}
+def try_distribution(folder: Path, distribution: Path) -> dict[str, Any]:
+    """Install the distribution, run its commands and a tiny training, and return versions and differences."""
+    pip(folder, "install", "--no-compile", distribution)
+    pip(folder, "check")
+    run(folder, "deep-opt-states", "plan", *PLAN.split())
+    run(folder, "deep-opt-states", "doctor")
+    found: dict[str, Any] = json.loads(run(folder, "python", "-c", VERSIONS))
+    differences = json.loads(run(folder, "python", TRAINING).splitlines()[-1])
+    pip(folder, "install", "--no-compile", f"{distribution}[test]")
+    pip(folder, "check")
+    pip(folder, "uninstall", "--yes", NAME)
+    return {**found, "differences": differences}
 
 
 def main(folder: Path, python: str) -> int:
@@ -87,7 +79,7 @@ def main(folder: Path, python: str) -> int:
     print(f"{python}, with {' and '.join(path.name for path in distributions)}:", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run([python, "-m", "venv", f"{temporary}/venv"], check=True)
-        tried = [Environment(Path(temporary)).try_distribution(path) for path in distributions]
+        tried = [try_distribution(Path(temporary), path) for path in distributions]
     result = {**tried[-1], "differences": [line for found in tried for line in found["differences"]]}
     print(f"Python {result['python']}: {'; '.join(result['differences']) or 'equal'}")
     add_result("python", result["python"], result)

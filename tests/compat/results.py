@@ -11,7 +11,6 @@ from packaging.version import Version
 from benchmarks.harness.rows import commit
 from deep_opt_states.names import __version__
 
-WITHOUT_DEBUG_INFORMATION = '#!/bin/sh\nexec c++ "$@" -g0\n'
 RESULTS = Path(__file__).with_name("results.json")
 
 
@@ -22,10 +21,7 @@ def read_results() -> dict[str, dict[str, Any]]:
 
 
 def add_result(package: str, version: str, found: dict[str, Any]) -> bool:
-    """Write the result of a release of ``package``, and return whether it is another than the last one.
-
-    The plugin's version and commit are written, too, and not compared.
-    """
+    """Write the result of a release of ``package`` with the plugin's version and commit; return whether it is new."""
     results = read_results()
     of_package = results.setdefault(package, {})
     tried_at = {"deep_opt_states": __version__, "commit": commit()}
@@ -41,6 +37,6 @@ def add_result(package: str, version: str, found: dict[str, Any]) -> bool:
 def write_compiler(folder: Path) -> Path:
     """Write a compiler into ``folder`` that needs half the time for DeepSpeed's ops, with the same instructions."""
     compiler = folder / "c++"
-    compiler.write_text(WITHOUT_DEBUG_INFORMATION)
+    compiler.write_text('#!/bin/sh\nexec c++ "$@" -g0\n')
     compiler.chmod(0o755)
     return compiler

@@ -1,17 +1,21 @@
-"""Test the examples with the launchers of their frameworks, and the predicted activations of a Llama."""
+"""Test the examples with their frameworks and launchers, and the predicted activations of a Llama."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,56 +31,25 @@ from perf_model.training_run.training_memory import TrainingMemory
 from perf_model.units import seconds
 from tests.compat.frameworks.same_bits import differences, saved
 from tests.launch import REPOSITORY, environment, free_port, run_ranks, run_together
+from tests.ranks import ranks
 from tests.tiers import thorough
 
 EXAMPLES = REPOSITORY / "examples"
-STOCK, PLUGIN = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
-STEPS = 2
 PLAN = r"\[deep_opt_states\] \d+ units, .* [1-9]\d* streamed"
-
-DEEPSPEED = "{python} -m deepspeed.launcher.runner --master_port {port}"
-LAUNCHERS = {
-    # Without a launcher, but with a launcher's variables: the example would choose a port itself.
-    "only rank": "env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_SIZE=1 {python} {script} --deepspeed_config {config}",
-    "accelerate": "{python} -m accelerate.commands.launch --use_deepspeed --num_processes {ranks}"
-    " --main_process_port {port} --deepspeed_config_file {config} {script}",
-    "Lightning": "{python} {script} --deepspeed_config {config} --devices {ranks}",
-    "deepspeed": f"{DEEPSPEED} --num_accelerators {{ranks}} {{script}} --deepspeed_config {{config}}",
-    "deepspeed on two nodes": f"{DEEPSPEED} --hostfile {{config}}.hosts --no_ssh --master_addr 127.0.0.1"
-    " --node_rank {node} {script} --deepspeed_config {config}",
-    "torchrun on two nodes": "{python} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1"
-    " --master-port {port} --node-rank {node} {script} --deepspeed_config {config}",
-}
-"""The commands with which users start a training script with their framework."""
+STEPS = 2
 
 
-def launch(launcher: str, script: str, ranks: int, folder: Path, block: bool = True) -> tuple[list[Any], str]:
-    """Run the script with the examples' config, and return its answers and its output, without a traceback.
-
-    The config has more sub-groups and fewer persistent parameters; without ``block`` it does not enable the plugin.
-    """
+def write_config(folder: Path, block: bool = True) -> Path:
+    """Write the examples' config, with more sub-groups and fewer persistent parameters."""
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     config["zero_optimization"].update(sub_group_size=300_000, stage3_param_persistence_threshold=10_000)
     # The learning rate is positive from the first step on, so that the resumed parameters differ from the initial ones.
     config["scheduler"]["params"]["warmup_min_lr"] = 1e-4
     if not block:
         del config["deep_optimizer_states"]
-    path, port = folder / "ds_config.json", free_port()
+    path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
-    path.with_name(f"{path.name}.hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
-    values = {"python": sys.executable, "script": script, "config": path, "port": port, "ranks": ranks}
-    nodes = (0, 1) if "{node}" in LAUNCHERS[launcher] else (0,)
-    commands = [LAUNCHERS[launcher].format(**values, node=node).split() for node in nodes]
-    # Ranks without a launcher read the port from the environment. GPUs are hidden, because frameworks would use them.
-    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-    finished = run_together(commands, port, 560, [env] * len(commands))
-    # The agent of torchrun logs a traceback if the agent of the other node, which has the store, ends before it. Return
-    # codes are not checked, because PyTorch and Gloo sometimes abort when the interpreter exits.
-    agent = "torch/distributed/elastic/agent/server/api.py"
-    lines = [line for process in finished for line in process.output.splitlines() if agent not in line]
-    output = "\n".join(lines)
-    assert "Traceback" not in output, output[-5000:]
-    return [answer for process in finished for answer in process.answers()], output
+    return path
 
 
 def check_checkpoints(found: Path, expected: Path) -> None:
@@ -89,51 +62,79 @@ def check_checkpoints(found: Path, expected: Path) -> None:
 @pytest.mark.P1
 @pytest.mark.P3
 @pytest.mark.P4
-@pytest.mark.parametrize(
-    ("launcher", "example", "processes"),
-    [
-        ("accelerate", "accelerated.py", 1),
-        ("Lightning", "with_lightning.py", 1),
-        # ``software_gpu/training`` has the Trainer, too.
-        pytest.param("only rank", "hf_trainer.py", 1, marks=pytest.mark.thorough),
-        pytest.param("deepspeed on two nodes", "train.py --layers 2 --width 192", 2, marks=pytest.mark.thorough),
-    ],
-)
-def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(
-    launcher: str, example: str, processes: int, tmp_path: Path
-) -> None:
-    """Compare checkpoints after half of the steps and after all steps, with updates that outlast ``step()``."""
-    name, _, arguments = example.partition(" ")
-    script = f"tests/frameworks/in_turn.py examples/{name} {tmp_path} {arguments}"
-    answers, output = launch(launcher, script, 1, tmp_path)
-    stock = {"run": "stock", "optimizer": STOCK, "steps": STEPS, "deferred": 0}
-    plugin = {"run": "plugin", "optimizer": PLUGIN, "steps": STEPS, "deferred": STEPS}
-    half = {"run": "resumed", "optimizer": PLUGIN, "steps": 1, "deferred": 1}
-    assert answers == [[stock, plugin, half, half]] * processes, output[-5000:]
+# ``software_gpu/training`` has the Trainer, too.
+@pytest.mark.parametrize("example", ["accelerated.py", "with_lightning.py", thorough("hf_trainer.py")])
+@ranks(1, group=nullcontext)
+def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(example: str, tmp_path: Path) -> None:
+    """Compare checkpoints after each step with stock's, which is not interrupted. Updates outlast ``step()``."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    config, runs, step = write_config(tmp_path), [], deepspeed.DeepSpeedEngine.step
+
+    def watched_step(engine: Any, *args: Any, **kwargs: Any) -> None:
+        step(engine, *args, **kwargs)
+        update = getattr(engine.optimizer, "_update", None)
+        runs.append((type(engine.optimizer).__name__, update is not None and update._executor.pending))
+
+    arguments = ["--deepspeed_config", str(config)]
+    if example == "accelerated.py":
+        # Its launcher passes the config by the environment.
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)}
+        arguments = []
+    # As for a script that Python runs, modules in its folder are found first.
+    sys.path.insert(0, str(EXAMPLES))
+    # Accelerate destroys the process group after each run.
+    PartialState.destroy_process_group = lambda *_: None
+    with mock.patch.object(deepspeed.DeepSpeedEngine, "step", watched_step):
+        for name, steps in (("stock", STEPS), ("plugin", 1), ("plugin", STEPS)):
+            os.environ["DEEP_OPT_STATES"] = "0" if name == "stock" else "1"
+            output = ["--output", str(tmp_path / name), "--steps", str(steps), "--save_every", "1"]
+            sys.argv = [example, *arguments, *output]
+            # Accelerate caches the config.
+            AcceleratorState._reset_state(reset_partial_state=True)
+            runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    stock, plugin = ("DeepSpeedZeroOptimizer_Stage3", False), ("DeepOptimizerStates_Stage3", True)
+    assert runs == [stock] * STEPS + [plugin] * STEPS
     check_checkpoints(tmp_path / "plugin", tmp_path / "stock")
-    check_checkpoints(tmp_path / "resumed", tmp_path / "stock")
+
+
+TORCHRUN = "{python} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1"
+DEEPSPEED = "{python} -m deepspeed.launcher.runner --master_port {port}"
+COMMANDS = {
+    "accelerate": "{python} -m accelerate.commands.launch --use_deepspeed --num_processes 2 --main_process_port {port}"
+    " --deepspeed_config_file {config} examples/accelerated.py {output}",
+    "Lightning": "{python} examples/with_lightning.py --deepspeed_config {config} --devices 2 {output}",
+    "deepspeed": f"{DEEPSPEED} --num_accelerators 2 examples/hf_trainer.py --deepspeed_config {{config}} {{output}}",
+    "deepspeed on two nodes": f"{DEEPSPEED} --hostfile {{config}}.hosts --no_ssh --master_addr 127.0.0.1 --node_rank"
+    " {node} examples/train.py --layers 2 --width 192 --deepspeed_config {config} {output}",
+    "torchrun on two nodes": f"{TORCHRUN} --master-port {{port}} --node-rank {{node}} examples/train.py --layers 2"
+    " --width 192 --deepspeed_config {config} {output}",
+}
+"""The commands with which users start a training script with their framework."""
 
 
 @pytest.mark.P3
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("launcher", "example"),
-    [
-        ("deepspeed", "train.py --layers 2 --width 192"),
-        ("torchrun on two nodes", "train.py --layers 2 --width 192"),
-        ("deepspeed", "hf_trainer.py"),
-        ("accelerate", "accelerated.py"),
-        ("Lightning", "with_lightning.py"),
-    ],
-)
-def test_the_commands_of_the_readme_have_the_bits_of_stock_with_and_without_the_block(
-    launcher: str, example: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("command", map(thorough, COMMANDS))
+def test_the_commands_of_the_readme_have_the_bits_of_stock(command: str, tmp_path: Path) -> None:
     """Run the examples unchanged on two ranks, and resume in a process other than the one that saved."""
 
     def run(name: str, steps: int, block: bool = True) -> str:
-        script = f"examples/{example} --output {tmp_path / name} --steps {steps} --save_every 1"
-        return launch(launcher, script, 2, tmp_path, block)[1]
+        config, port = write_config(tmp_path, block), free_port()
+        config.with_name(f"{config.name}.hosts").write_text("node-0 slots=1\nnode-1 slots=1\n")
+        output = f"--output {tmp_path / name} --steps {steps} --save_every 1"
+        values = {"python": sys.executable, "config": config, "port": port, "output": output}
+        nodes = (0, 1) if "{node}" in COMMANDS[command] else (0,)
+        programs = [COMMANDS[command].format(**values, node=node).split() for node in nodes]
+        # Ranks without a launcher read the port from the environment. GPUs are hidden: frameworks would use them.
+        env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+        lines = [
+            line for done in run_together(programs, port, 560, [env] * len(nodes)) for line in done.output.split("\n")
+        ]
+        # The agent of torchrun logs a traceback if the agent of the other node, which has the store, ends before it.
+        # Return codes are not checked, because PyTorch and Gloo sometimes abort when the interpreter exits.
+        printed = "\n".join(line for line in lines if "torch/distributed/elastic/agent/server/api.py" not in line)
+        assert "Traceback" not in printed, printed[-5000:]
+        return printed
 
     assert "[deep_opt_states]" not in run("stock", STEPS, block=False)
     assert re.search(PLAN, run("resumed", 1))
@@ -206,14 +207,9 @@ def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_pat
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-SIZES = {"layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "vocab": 64}
+SIZES = {"layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336}
 # Layers as in Llama-3-8B. Attention is not fused: fake tensors have no flash attention.
 SEQUENCE = {"world_size": 1, "ranks_per_node": 1, "micro_batch": 1, "sequence": 2048, "attention": "eager"}
-JOBS = {
-    "logits": Job(shape=llama("logits", **{**SIZES, "vocab": 128_256}), recompute=True, **SEQUENCE),
-    "layers": Job(shape=llama("layers", **SIZES), recompute=True, **SEQUENCE),
-}
-JOBS["kept"] = replace(JOBS["layers"], recompute=False)
 
 
 def tracked_bytes(job: Job) -> int:
@@ -248,6 +244,8 @@ def tracked_bytes(job: Job) -> int:
     return sum(size for kind, size in peak.items() if str(kind).endswith((".ACT", ".TEMP")))
 
 
-@pytest.mark.parametrize("name", ["logits", thorough("layers"), thorough("kept")])
-def test_activations_take_as_much_as_the_tracker_of_pytorch_finds(name: str) -> None:
-    assert TrainingMemory(JOBS[name]).activation_bytes == pytest.approx(tracked_bytes(JOBS[name]), rel=0.05)
+@pytest.mark.parametrize("most", ["logits", thorough("layers"), thorough("kept layers")])
+def test_activations_take_as_much_as_the_tracker_of_pytorch_finds(most: str) -> None:
+    vocab, recompute = 128_256 if most == "logits" else 64, most != "kept layers"
+    job = Job(shape=llama("Llama", vocab=vocab, **SIZES), recompute=recompute, **SEQUENCE)
+    assert TrainingMemory(job).activation_bytes == pytest.approx(tracked_bytes(job), rel=0.05)

@@ -9,35 +9,31 @@ from perf_model.prediction.cost import CostModel, Resource, traffic_by_action
 from perf_model.prediction.memory import DEFAULT_SETUP, MIB, Budgets, TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Timeline
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
 
 PLENTY = 1e15
 
 
-def cost(**changes: float) -> CostModel:
-    """Return a cost model: by default 1 G params/s on the CPU, 12 GB/s per direction, GPU and memory no bottleneck."""
-    rates = {
-        "cpu": 1e9,
-        "gpu": 1e12,
-        "h2d": 12e9,
-        "d2h": 12e9,
-        "both": PLENTY,
-        "dram": PLENTY,
-        "latency": 0.0,
-        **changes,
-    }
+def cost(
+    *,
+    cpu: float = 1e9,
+    gpu: float = 1e12,
+    h2d: float = 12e9,
+    d2h: float = 12e9,
+    both: float = PLENTY,
+    dram: float = PLENTY,
+    latency: float = 0.0,
+) -> CostModel:
+    """Return a cost model: by default, only the CPU and each direction of the link are bottlenecks."""
+    links = {Resource.H2D: h2d, Resource.D2H: d2h, Resource.BOTH: both}
     return CostModel.from_rates(
-        cpu_adam_params_per_s=rates["cpu"],
-        gpu_adam_params_per_s=rates["gpu"],
-        capacities={
-            Resource.H2D: rates["h2d"],
-            Resource.D2H: rates["d2h"],
-            Resource.BOTH: rates["both"],
-            Resource.PAGEABLE: PLENTY,
-            Resource.DRAM: rates["dram"],
-        },
+        cpu_adam_params_per_s=cpu,
+        gpu_adam_params_per_s=gpu,
+        capacities={**links, Resource.PAGEABLE: PLENTY, Resource.DRAM: dram},
         traffic=traffic_by_action(),
-        copy_latency_s=rates["latency"],
+        copy_latency_s=latency,
     )
 
 
@@ -51,6 +47,14 @@ costs = st.builds(
     dram=st.floats(1e10, 1e12),
     latency=st.floats(0, 1e-4),
 )
+
+
+def plan_of(
+    *placements: Placement, num_slots: int = 1, numel: int = 10**9, eager: frozenset[int] = frozenset()
+) -> UpdatePlan:
+    """Return a plan of units that all have ``numel`` parameters."""
+    workload = Workload.from_numels([numel] * len(placements))
+    return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, eager=eager)
 
 
 def makespan_s(timeline: Timeline) -> float:
@@ -69,7 +73,6 @@ def resident_bytes_of(numel: int) -> int:
 
 
 NO_WINDOWS = Windows()
-
 
 UNLIMITED = Budgets()
 

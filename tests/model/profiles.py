@@ -1,10 +1,13 @@
-"""A hardware profile for tests. It describes no measured machine."""
+"""A hardware profile and training runs for tests. They describe no measured machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.training_run.job import Job
+from perf_model.training_run.model import ModelShape
 
 RATES = {
     "h2d_bytes_per_s": 25e9,
@@ -20,6 +23,12 @@ RATES = {
     "dram_copy_bytes_per_s": 85e9,
     "gpu_adam_params_per_s": 8e10,
 }
+
+
+def job(shape: ModelShape, world_size: int = 1, ranks_per_node: int | None = None, **more: Any) -> Job:
+    """Return a job with one sequence of 2048 tokens per rank, on one node unless ``ranks_per_node`` says otherwise."""
+    ranks = {"world_size": world_size, "ranks_per_node": ranks_per_node or world_size}
+    return Job(**{"shape": shape, **ranks, "micro_batch": 1, "sequence": 2048, **more})
 
 
 def profile(rates: Mapping[str, float | None] = RATES) -> HardwareProfile:

@@ -1,4 +1,4 @@
-"""Draw plans, and schedules that no lowering pass would choose; read schedules from text; and make them faulty."""
+"""Draw plans, and schedules that no lowering pass would choose; read schedules from text; and remove their waits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 
 
-def numels(max_numel: int = 10**6) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for the lengths of up to 12 units."""
-    return st.lists(st.integers(1, max_numel), min_size=1, max_size=12)
-
-
 @st.composite
-def workloads(draw: st.DrawFn, lengths: list[int]) -> Workload:
-    """Draw a workload of units of these lengths: forward uses each parameter once, or some of them several times."""
+def workloads(draw: st.DrawFn, max_numel: int) -> Workload:
+    """Draw a workload of up to 12 units: forward uses each parameter once, or some of them several times."""
+    lengths = draw(st.lists(st.integers(1, max_numel), min_size=1, max_size=12))
     workload = Workload.from_numels(lengths)
     if draw(st.booleans()):
         return workload
@@ -42,7 +38,7 @@ def plans(
 
     If units may be on disk, any that the CPU updates are, except eager ones.
     """
-    workload = draw(workloads(draw(numels(max_numel))))
+    workload = draw(workloads(max_numel))
     count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
     order = draw(st.one_of(st.none(), st.permutations(range(count)).map(tuple)))
@@ -139,17 +135,3 @@ def without_one_wait(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
             mutant = replace(action, waits=tuple(wait for wait in action.waits if wait != name))
             actions = (*schedule.actions[:position], mutant, *schedule.actions[position + 1 :])
             yield f"{action.name} no longer waits for {name}", replace(schedule, actions=actions)
-
-
-def with_one_action_dropped(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedule without one of its actions."""
-    for position, action in enumerate(schedule.actions):
-        actions = schedule.actions[:position] + schedule.actions[position + 1 :]
-        yield f"{action.name} dropped", replace(schedule, actions=actions)
-
-
-def with_one_action_repeated(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedule with one of its actions issued twice."""
-    for position, action in enumerate(schedule.actions):
-        actions = (*schedule.actions[: position + 1], *schedule.actions[position:])
-        yield f"{action.name} repeated", replace(schedule, actions=actions)

@@ -18,24 +18,16 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules, RulesError, States
 from perf_model.schedule.workload import ALIGNMENT, Partition, Unit, form_sub_groups
 
-CUT_NAMES = (
-    "embed.weight",
-    "layers.0.q",
-    "layers.0.mlp.up",
-    "layers.1.q",
-    "layers.1.mlp.experts.3.up",
-    "norm.weight",
-    "x",
-)
+CUT_NAMES = ("embed.weight", "layers.0.q", "layers.0.mlp.up", "layers.1.q", "layers.1.mlp.experts.3.up", "norm.weight")
+CUT_NAMES += ("x",)
 
 aligned = st.integers(1, 5000 // BORDER_MULTIPLE).map(lambda count: BORDER_MULTIPLE * count)
 """Lengths with which every parameter begins where a unit may begin."""
 
 
 def groups_of(numels: st.SearchStrategy[int]) -> st.SearchStrategy[list[list[Partition]]]:
-    partitions = st.builds(
-        Partition, st.sampled_from(CUT_NAMES), numels, is_persistent=st.sampled_from([False, False, True])
-    )
+    is_persistent = st.sampled_from([False, False, True])
+    partitions = st.builds(Partition, st.sampled_from(CUT_NAMES), numels, is_persistent=is_persistent)
     return st.lists(st.lists(partitions, min_size=1, max_size=12), min_size=1, max_size=4)
 
 
@@ -55,9 +47,7 @@ def names_in(unit: Unit, groups: Sequence[Sequence[Partition]]) -> set[str]:
 
 
 @given(groups_of(st.integers(1, 5000)), unit_sizes)
-def test_units_tile_each_sub_group_and_the_first_one_has_the_persistent_parameters(
-    groups: list[list[Partition]], size: int
-) -> None:
+def test_units_tile_sub_groups_and_the_first_is_the_persistent_one(groups: list[list[Partition]], size: int) -> None:
     workload = cut_into_units(groups, size)
     assert [unit.index for unit in workload.units] == list(range(len(workload.units)))
     assert workload.sub_group_numels == tuple(map(length, groups))
@@ -71,12 +61,11 @@ def test_units_tile_each_sub_group_and_the_first_one_has_the_persistent_paramete
     assert sum(unit.numel for unit in workload.units if unit.is_persistent) == persistent
     longest = -(-size // PIECE_MULTIPLE) * PIECE_MULTIPLE
     for unit in workload.units:
-        assert unit.is_persistent or (
-            unit.numel < longest + BORDER_MULTIPLE
-            and (
-                len({run.sub_group for run in unit.ranges}) == 1 or len(set(map(layer_of, names_in(unit, groups)))) == 1
-            )
+        num_groups, num_layers = (
+            len({run.sub_group for run in unit.ranges}),
+            len({*map(layer_of, names_in(unit, groups))}),
         )
+        assert unit.is_persistent or (unit.numel < longest + BORDER_MULTIPLE and 1 in (num_groups, num_layers))
         # In memory, ranges neither overlap nor lose their alignment.
         placed = list(zip(unit.ranges, unit.offsets, strict=True))
         assert all((offset - run.begin) % ALIGNMENT == 0 for run, offset in placed)
@@ -111,24 +100,9 @@ def test_a_layer_that_fits_is_never_cut(groups: list[list[Partition]], size: int
 
 
 # Rules by name
-LAYERS, EXPERTS = 3, 2
-
-NAMES = [
-    "model.embed_tokens.weight",
-    *(
-        f"model.layers.{layer}.{name}"
-        for layer in range(LAYERS)
-        for name in (
-            "self_attn.q_proj.weight",
-            "mlp.gate.weight",
-            *(f"mlp.experts.{expert}.up_proj.weight" for expert in range(EXPERTS)),
-            "input_layernorm.weight",
-        )
-    ),
-    "model.norm.weight",
-    "lm_head.weight",
-]
-
+OF_A_LAYER = ("self_attn.q_proj", "mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "input_layernorm")
+OF_LAYERS = [f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in OF_A_LAYER]
+NAMES = ["model.embed_tokens.weight", *OF_LAYERS, "model.norm.weight", "lm_head.weight"]
 PATTERNS = ("*", "lm_head.*", "*.mlp.experts.*", "*.experts.1.*", "model.layers.[0-1].*", "*norm.weight", "*.LAYERS.*")
 
 EXAMPLE: list[dict[str, Any]] = [
@@ -148,7 +122,6 @@ rules = st.lists(
 
 
 def error_of(*entries: Any, frozen: tuple[str, ...] = (), aliases: dict[str, str] | None = None) -> str:
-    """Return the message of the error for these rules."""
     with pytest.raises(RulesError) as caught:
         PlacementRules.from_json(list(entries)).check([name for name in NAMES if name not in frozen], frozen, aliases)
     first, *remedy = str(caught.value).splitlines()

@@ -16,12 +16,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.decoder import MAX_PARAMETERS, MIN_PARAMETERS, generic_model, gpt
-from perf_model.training_run.forecast import (
-    Forecast,
-    MemoryLimits,
-    Overlap,
-    PredictedIteration,
-)
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import (
     NEAREST_HOST,
@@ -32,10 +27,8 @@ from perf_model.training_run.micro_batch import (
     Overheads,
     PhaseRates,
 )
-from perf_model.training_run.model import ModelError, ModelShape
+from perf_model.training_run.model import ModelError
 from tests.model.profiles import RATES, profile
-
-# Shapes of models
 
 
 @given(st.integers(MIN_PARAMETERS, MAX_PARAMETERS) | st.integers(MIN_PARAMETERS, 10**10))
@@ -50,29 +43,20 @@ PRESET = MODELS["7B"]
 LAYERS, PATH = 32, "model.layers"
 
 
-def layer_numel(shape: ModelShape) -> int:
-    """Return the parameters of the first layer."""
-    return sum(tensor.numel for tensor in shape.tensors if tensor.name.startswith(f"{PATH}.0."))
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_shared_layers_have_the_parameters_of_some_layers_and_the_operations_of_all(every: int) -> None:
     shared = PRESET.share_layers(PATH, every)
-    assert shared.numel == PRESET.numel - (LAYERS - every) * layer_numel(PRESET)
+    layer_numel = sum(tensor.numel for tensor in PRESET.tensors if tensor.name.startswith(f"{PATH}.0."))
+    assert shared.numel == PRESET.numel - (LAYERS - every) * layer_numel
     assert shared.layers == PRESET.layers
     for recompute in (True, False):
         assert shared.iteration_flops(2, 2048, recompute) == PRESET.iteration_flops(2, 2048, recompute)
     # Forward uses the parameters of layer i % every in the places of those of layer i.
-    own = [tensor.name for tensor in shared.tensors]
-    expected = []
-    for name in PRESET.uses():
-        if name.startswith(f"{PATH}."):
-            index, rest = name[len(PATH) + 1 :].split(".", 1)
-            name = f"{PATH}.{int(index) % every}.{rest}"
-        expected.append(name)
+    number = re.compile(rf"(?<=^{PATH}\.)\d+")
+    expected = [number.sub(lambda match: str(int(match[0]) % every), name) for name in PRESET.uses()]
     assert shared.uses() == expected
     assert shared.first_use() == list(dict.fromkeys(expected))
-    assert sorted(own) == sorted(set(expected))
+    assert sorted(tensor.name for tensor in shared.tensors) == sorted(set(expected))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +72,10 @@ def test_shared_layers_have_the_parameters_of_some_layers_and_the_operations_of_
 def test_layers_that_cannot_share_are_refused(change: dict[str, Any], path: str, every: int, message: str) -> None:
     index = next(index for index, tensor in enumerate(PRESET.tensors) if tensor.name.startswith(f"{PATH}.1."))
     changed = PRESET.tensors[index]._replace(**change)
+    model = replace(PRESET, tensors=(*PRESET.tensors[:index], changed, *PRESET.tensors[index + 1 :]))
     with pytest.raises(ModelError, match=re.escape(message)):
-        replace(PRESET, tensors=(*PRESET.tensors[:index], changed, *PRESET.tensors[index + 1 :])).share_layers(
-            path, every
-        )
+        model.share_layers(path, every)
 
-
-# The time of forward and backward
 
 NETWORK = Network(
     ranks_per_node=8, all_gather_bytes_per_s=200e9, reduce_scatter_bytes_per_s=160e9, inter_node_bytes_per_s=10e9
@@ -171,9 +152,7 @@ OFFLOADED = replace(JOB, world_size=1, ranks_per_node=1, offload_param=True)
         (OFFLOADED, replace(ALONE, h2d_bytes_per_s=1e9), 2 * PRESET.numel / 1e9, 2 * PRESET.numel / 1e9),
     ],
 )
-def test_arithmetic_launches_network_or_link_takes_longest(
-    job: Job, rates: PhaseRates, forward_s: float, backward_s: float
-) -> None:
+def test_the_slowest_part_takes_the_time(job: Job, rates: PhaseRates, forward_s: float, backward_s: float) -> None:
     assert job.work.forward_s(rates) == pytest.approx(forward_s)
     assert job.work.backward_s(rates) == pytest.approx(backward_s)
 
@@ -202,8 +181,6 @@ def test_impossible_jobs_are_refused(key: str, value: float) -> None:
         replace(JOB, **{key: value})
 
 
-# Forecasts
-
 SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=16)
 """A job with sequences so short that copying the gradients takes longer than the arithmetic of backward."""
 
@@ -211,13 +188,8 @@ WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
 CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
 
 
-def forecast_7b(limits: MemoryLimits) -> Forecast:
-    return Forecast(SMALL, WITH_GPU, limits, Overlap(), [100_000_000])
-
-
 def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:
-    limits = MemoryLimits(gpu=39 * 10**9, host=None)
-    found = forecast_7b(limits)
+    found = Forecast(SMALL, WITH_GPU, MemoryLimits(gpu=39 * 10**9, host=None), Overlap(), [100_000_000])
     plan = found.planned.plan
     numel = plan.workload.numel
     assert 0 < plan.numel(Placement.RESIDENT) < numel

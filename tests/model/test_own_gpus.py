@@ -21,14 +21,18 @@ from perf_model.planner import evaluate, in_forward_order
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP
 from perf_model.presets.models import MODELS
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape
-from tests.model.test_h100_4b import DATA, NUMEL, ROWS, UNITS, placements
+from tests.launch import REPOSITORY
+from tests.model.costs import plan_of
+from tests.model.profiles import job as job_of
 
+DATA = REPOSITORY / "benchmarks/data"
+NUMEL, UNITS = 4_022_000_000, 117
+ROWS = {row["arm"]: row for row in csv.DictReader((DATA / "h100_4b.csv").open())}
 GPU_BYTES = {1: 16_300_000_000, 8: 35_400_000_000}
 """The GPU memory by micro-batch that leaves 4.4 GB to the update, as in the config of the runs."""
 
@@ -41,24 +45,29 @@ def profile_of(gpu: str) -> HardwareProfile:
 
 def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
     """Return the shape of the model in ``examples/common/byte_gpt.py``."""
-
-    def vector(name: str, numel: int) -> ParameterShape:
-        return ParameterShape(name, numel, numel, False)
-
-    def matrix(name: str, numel: int) -> ParameterShape:
-        return ParameterShape(f"{name}.weight", numel, numel, True)
-
-    tensors = [vector("byte_embedding.weight", 256 * width), vector("position_embedding.weight", context * width)]
-    for number in range(layers):
-        for norm in ("attention_norm", "mlp_norm"):
-            tensors += [vector(f"blocks.{number}.{norm}.{kind}", width) for kind in ("weight", "bias")]
+    sizes = {"byte_embedding.weight": 256 * width, "position_embedding.weight": context * width}
+    matrices = {"head.weight"}
+    for layer in (f"blocks.{number}" for number in range(layers)):
+        sizes |= {f"{layer}.{norm}_norm.{kind}": width for norm in ("attention", "mlp") for kind in ("weight", "bias")}
         for name, inputs, outputs in (("qkv", 1, 3), ("attention_out", 1, 1), ("mlp_in", 1, 4), ("mlp_out", 4, 1)):
-            tensors.append(matrix(f"blocks.{number}.{name}", inputs * outputs * width**2))
-            tensors.append(vector(f"blocks.{number}.{name}.bias", outputs * width))
-    tensors += [vector("norm.weight", width), vector("norm.bias", width), matrix("head", 256 * width)]
-    sizes = {"layers": layers, "hidden": width, "heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
-    sizes |= {"intermediate": 4 * width, "vocab": 256, "scores_width": 2 * layers * width}
-    return ModelShape(name="ByteGPT", **sizes, tensors=tuple(tensors))
+            sizes |= {f"{layer}.{name}.weight": inputs * outputs * width**2, f"{layer}.{name}.bias": outputs * width}
+            matrices.add(f"{layer}.{name}.weight")
+    sizes |= {"norm.weight": width, "norm.bias": width, "head.weight": 256 * width}
+    tensors = tuple(ParameterShape(name, numel, numel, name in matrices) for name, numel in sizes.items())
+    shape = {"layers": layers, "hidden": width, "heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
+    shape |= {"intermediate": 4 * width, "vocab": 256, "scores_width": 2 * layers * width}
+    return ModelShape(name="ByteGPT", **shape, tensors=tensors)
+
+
+def placements(cpu_share: float, streamed_share: float) -> tuple[Placement, ...]:
+    """Return the shares of the run: residents first, and units of the CPU evenly among the streamed ones."""
+    residents = round((1 - cpu_share - streamed_share) * UNITS)
+    placed = [Placement.RESIDENT] * residents
+    for position in range(UNITS - residents):
+        expected = (position + 1) * cpu_share / max(cpu_share + streamed_share, 1e-9)
+        is_due = placed.count(Placement.CPU) + 0.5 < expected
+        placed.append(Placement.CPU if is_due else Placement.STREAMED)
+    return tuple(placed)
 
 
 def forecast(job: Job, profile: HardwareProfile, limits: MemoryLimits, *unit_sizes: int) -> Forecast:
@@ -82,15 +91,9 @@ def errors_of_1b() -> Errors:
     errors: dict[str, list[float]] = defaultdict(list)
     for (gpu, _, text), measured in settings.items():
         setting, profile = json.loads(text), profile_of(gpu)
-        job = Job(
-            shape=byte_gpt(setting["layers"], setting["width"], setting["context"]),
-            world_size=1,
-            ranks_per_node=1,
-            micro_batch=setting["micro_batch"],
-            sequence=setting["context"],
-            recompute=False,
-            sub_group_size=setting["sub_group_size"],
-        )
+        shape = byte_gpt(setting["layers"], setting["width"], setting["context"])
+        sizes = {key: setting[key] for key in ("micro_batch", "sub_group_size")}
+        job = job_of(shape, **sizes, sequence=setting["context"], recompute=False)
         assert job.shape.numel == setting["parameters"]
         limits = MemoryLimits(gpu=GPU_BYTES[job.micro_batch], host=profile.host_memory_bytes)
         found = forecast(job, profile, limits, 7_193_856, 16_786_176, 25_179_136)
@@ -109,8 +112,7 @@ def errors_of_4b() -> Errors:
     profile, errors, shape = profile_of("H100"), defaultdict[str, list[float]](list), MODELS["Qwen3-4B"]
 
     def of_micro_batch(size: int) -> Forecast:
-        job = Job(shape=shape, world_size=1, ranks_per_node=1, micro_batch=size, sequence=2048)
-        return forecast(job, profile, MemoryLimits(gpu=None, host=None), NUMEL // UNITS)
+        return forecast(job_of(shape, micro_batch=size), profile, MemoryLimits(gpu=None, host=None), 10**9)
 
     found = {size: of_micro_batch(size) for size in (1, 4)}
     for row in csv.DictReader((DATA / "h100_4b_stock.csv").open()):
@@ -120,10 +122,9 @@ def errors_of_4b() -> Errors:
             errors["update"].append(predicted.update_s / float(row["step_s"]) - 1)
     for arm, row in ROWS.items():
         forecasted = found[int(arm[-1])]
-        placed = placements(float(row["cpu_share"]), float(row["streamed_share"]))
-        workload = Workload.from_numels([NUMEL // UNITS] * UNITS)
-        plan = in_forward_order(UpdatePlan(workload=workload, placements=placed, num_slots=2), None)
         windows = replace(forecasted.windows, first_use=None)
+        placed = placements(float(row["cpu_share"]), float(row["streamed_share"]))
+        plan = in_forward_order(plan_of(*placed, num_slots=2, numel=NUMEL // UNITS), None)
         added = evaluate(plan, forecasted.cost, windows, DEFAULT_SETUP).added
         alone_s = windows.forward_s + windows.backward_s + outcome(forecasted, "stock").fixed_s
         errors["plugin"].append((alone_s + added.total_s) / float(row["iteration_s"]) - 1)

@@ -22,8 +22,8 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.serial import serial_schedule
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
-from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
+from tests.model.profiles import job as job_of
 
 STATED = {
     **{"Llama-2-7B": 6_738_415_616, "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496},
@@ -83,20 +83,14 @@ def test_a_preset_agrees_with_each_run_that_it_names_within_5_percent(preset: st
 
 def stock_iteration_s(run: MeasuredRun, preset: str) -> float:
     """Return the iteration of stock that ``plan`` predicts on ``preset`` for ``run``."""
-    job = Job(
-        shape=MODELS[run.model_name],
-        world_size=run.setting.ranks,
-        ranks_per_node=GPUS_PER_NODE,
-        micro_batch=run.micro_batch,
-        sequence=SEQUENCE,
-        accumulation=run.accumulation,
-        sub_group_size=run.setting.sub_group_size,
-    )
+    sizes = {"micro_batch": run.micro_batch, "accumulation": run.accumulation, "sequence": SEQUENCE}
+    sizes["sub_group_size"] = run.setting.sub_group_size
+    job = job_of(MODELS[run.model_name], run.setting.ranks, GPUS_PER_NODE, **sizes)
     # Megatron-DeepSpeed's seconds per layer, divided among the modules of a layer here.
     module_s = LAYER_S * job.shape.layers / job.shape.modules
     overheads = Overheads(forward_s=module_s, backward_s=module_s, step_s=REST_S / job.shape.modules)
     profile, unlimited = MACHINES[preset].profile(job.ranks_on_node), MemoryLimits(gpu=None, host=None)
-    found = Forecast(job, profile, unlimited, Overlap(), (50_000_000,), overheads).baselines["stock"]
+    found = Forecast(job, profile, unlimited, Overlap(), (10**9,), overheads).baselines["stock"]
     assert isinstance(found, PredictedIteration)
     return found.iteration_s
 

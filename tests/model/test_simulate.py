@@ -24,17 +24,10 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
-from tests.model.costs import cost, costs, makespan_s, windows
+from tests.model.costs import cost, costs, makespan_s, plan_of, windows
 from tests.model.strategies import plans, schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-
-
-def plan(placements: tuple[Placement, ...], num_slots: int, numel: int = 10**9) -> UpdatePlan:
-    """Return a plan of units that all have ``numel`` parameters."""
-    return UpdatePlan(
-        workload=Workload.from_numels([numel] * len(placements)), placements=placements, num_slots=num_slots
-    )
 
 
 def predicted_s(update_plan: UpdatePlan, model: CostModel) -> float:
@@ -64,32 +57,22 @@ OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
 def test_an_update_takes_the_seconds_that_are_counted_by_hand(
     placements: tuple[Placement, ...], num_slots: int, rates: dict[str, float], expected_s: float
 ) -> None:
-    assert predicted_s(plan(placements, num_slots), cost(**rates)) == pytest.approx(expected_s)
+    assert predicted_s(plan_of(*placements, num_slots=num_slots), cost(**rates)) == pytest.approx(expected_s)
 
 
 def test_directions_share_their_joint_limit_and_updates_and_copies_host_memory() -> None:
     # With a joint limit of 12 GB/s instead of 24, two overlapping seconds take twice as long.
-    alone, together = (predicted_s(plan((STREAMED,) * 40, 4), cost(both=both)) for both in (24e9, 12e9))
+    alone, together = (predicted_s(plan_of(*[STREAMED] * 40, num_slots=4), cost(both=both)) for both in (24e9, 12e9))
     assert together / alone == pytest.approx(2, rel=0.05)
     # The CPU step alone moves 28 GB/s, which is all the bandwidth. The bytes of the transfers add to its 12 s.
-    mixed = plan(place_by_stride(Workload.from_numels([0] * 24), 2), 2)
+    mixed = plan_of(*place_by_stride(Workload.from_numels([0] * 24), 2), num_slots=2)
     assert predicted_s(mixed, cost(dram=28e9)) >= (12 * (28 + 2) + 12 * (12 + 12)) / 28
-
-
-def test_only_prefetches_start_in_backward() -> None:
-    update_plan = plan((STREAMED,), 1)
-    spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=0.75)).spans
-    assert [span.start_s for span in spans] == pytest.approx([-0.75, 0.25, 0.251])
-    assert spans[-1].end_s == pytest.approx(1.251)
-    # If the window is longer than the prefetch, the prefetch runs in the tail of backward.
-    spans = simulate(update_plan.schedule, update_plan.workload, cost(), Windows(backward_s=2.0)).spans
-    assert [span.start_s for span in spans] == pytest.approx([-1.0, 0.0, 1e-3])
 
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
     # The units are published after 7/6 and 13/6 s. Forward needs the first at once and the second when half of
     # forward is over.
-    update_plan = plan((CPU,) * 2, 1)
+    update_plan = plan_of(CPU, CPU)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     for forward_s, exposed_s in ((0.0, 13 / 6), (0.5, 13 / 6 - 0.25), (2.0, 7 / 6), (10.0, 7 / 6)):
         found_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload, cost())
@@ -110,7 +93,7 @@ def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
 def test_the_next_backward_hides_flushes_until_it_prefetches(
     backward_s: float, phases: tuple[Phase, ...], ends_s: tuple[float, ...], exposed_s: float
 ) -> None:
-    update_plan = plan((STREAMED,), 1)
+    update_plan = plan_of(STREAMED)
     overlap = Windows(backward_s=backward_s, forward_s=0.25)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), overlap)
     found = overlap.phases(timeline, update_plan.workload, cost())
@@ -133,19 +116,17 @@ def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_expo
         assert before.end_s == after.start_s
         assert before.phase is not after.phase
 
-    def lasts_s(phase: Phase) -> float:
-        return sum(span.end_s - span.start_s for span in phases if span.phase is phase)
-
+    lasts_s = {phase: sum(span.end_s - span.start_s for span in phases if span.phase is phase) for phase in Phase}
     assert sum(span.end_s - span.start_s for span in phases if span.start_s < 0.0) == overlap.backward_s
     assert all(span.phase is Phase.BACKWARD for span in phases if span.start_s < 0.0)
-    assert lasts_s(Phase.FORWARD) == pytest.approx(overlap.forward_s, abs=1e-9)
+    assert lasts_s[Phase.FORWARD] == pytest.approx(overlap.forward_s, abs=1e-9)
     exposed_s = overlap.exposed_s(timeline, update_plan.workload, model)
-    assert lasts_s(Phase.EXPOSED) == pytest.approx(exposed_s, abs=1e-9)
+    assert lasts_s[Phase.EXPOSED] == pytest.approx(exposed_s, abs=1e-9)
 
 
 def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() -> None:
     # Backward completes a third of the parameters per second, the last unit first: units 2 and 1 at -2 and -1 s.
-    eager = replace(plan((CPU,) * 3, 1), eager=frozenset({1, 2}))
+    eager = plan_of(CPU, CPU, CPU, eager=frozenset({1, 2}))
     overlap = Windows(backward_s=3.0, forward_s=3.0)
     assert overlap.completed_s(eager.workload) == pytest.approx({0: 0.0, 1: -1.0, 2: -2.0})
 
@@ -154,12 +135,8 @@ def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() 
         return {span.action.name: span.start_s for span in spans}
 
     quick = starts_s(cost(cpu=2e9), overlap)
-    assert quick == pytest.approx(
-        {
-            **{"CPU_STEP 0": 0.0, "SPECULATE 1": -1.0, "SPECULATE 2": -2.0, "COMMIT 1": 0.5, "COMMIT 2": 0.5},
-            **{"PUBLISH 0": 0.5, "PUBLISH 1": 0.5 + 1 / 6, "PUBLISH 2": 0.5 + 2 / 6},
-        }
-    )
+    expected = {"CPU_STEP 0": 0.0, "SPECULATE 1": -1.0, "SPECULATE 2": -2.0, "COMMIT 1": 0.5, "COMMIT 2": 0.5}
+    assert quick == pytest.approx(expected | {f"PUBLISH {unit}": 0.5 + unit / 6 for unit in range(3)})
     # With 1.5 s each, unit 1 starts when unit 2 is done, and delays unit 0 by 1 s.
     slow = starts_s(cost(cpu=1 / 1.5e-9), overlap)
     assert (slow["SPECULATE 2"], slow["SPECULATE 1"], slow["CPU_STEP 0"]) == pytest.approx((-2.0, -0.5, 1.0))
@@ -172,7 +149,7 @@ def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() 
 
 
 def test_eager_units_hide_in_backward_and_slow_it_down() -> None:
-    eager = replace(plan((CPU,) * 3, 1), eager=frozenset({1, 2}))
+    eager = plan_of(CPU, CPU, CPU, eager=frozenset({1, 2}))
     overlap = Windows(backward_s=3.0, forward_s=3.0, slowdown=Slowdown(cpu=0.25))
     timeline = simulate(eager.schedule, eager.workload, cost(cpu=2e9), overlap)
     # Beside two updates of half a second each, backward loses a quarter of each; forward waits for unit 0.
@@ -182,7 +159,7 @@ def test_eager_units_hide_in_backward_and_slow_it_down() -> None:
     in_step = replace(overlap, forward_s=0.0)
     assert in_step.added_time(timeline, eager.workload, cost()) == pytest.approx((0.5 + 3 / 6, 0.25))
     # Prefetches in the tail of backward, and a flush in the next one, slow it down also.
-    streamed, slow_copies = plan((STREAMED,), 1), replace(overlap, forward_s=0.25, slowdown=Slowdown(copies=0.5))
+    streamed, slow_copies = plan_of(STREAMED), replace(overlap, forward_s=0.25, slowdown=Slowdown(copies=0.5))
     timeline = simulate(streamed.schedule, streamed.workload, cost(), slow_copies)
     assert slow_copies.added_time(timeline, streamed.workload, cost()) == pytest.approx((0.001, 0.5 + 0.25 + 0.25))
 
@@ -216,13 +193,9 @@ def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
         assert amount <= model.capacities[resource] * timeline.active_s * (1 + 1e-6), resource
 
 
-TIMELINE = Timeline(
-    (
-        Span(Action(ActionKind.PREFETCH, 1, 0), 0.0, 0.002),
-        Span(Action(ActionKind.CPU_STEP, 0), 0.001, 0.004),
-        Span(Action(ActionKind.PUBLISH, 0, None, ("CPU_STEP 0",)), 0.004, 0.005),
-    )
-)
+CPU_STEP, PUBLISH = Action(ActionKind.CPU_STEP, 0), Action(ActionKind.PUBLISH, 0, None, ("CPU_STEP 0",))
+PREFETCHED = Span(Action(ActionKind.PREFETCH, 1, 0), 0.0, 0.002)
+TIMELINE = Timeline((PREFETCHED, Span(CPU_STEP, 0.001, 0.004), Span(PUBLISH, 0.004, 0.005)))
 
 PHASES = (
     PhaseSpan(Phase.BACKWARD, -0.1, 0.0),
@@ -250,23 +223,14 @@ def test_a_chrome_trace_has_the_model_above_the_lanes_and_is_read_as_the_same_ti
         assert (span.start_s, span.end_s) == pytest.approx((other.start_s, other.end_s))
 
 
-@pytest.mark.parametrize(
-    "trace",
-    [
-        [],
-        {"traceEvents": [{"ph": "X", "name": "sleep", "ts": 0, "dur": 1, "args": {}}]},
-        {"traceEvents": [{"ph": "X", "name": "SLEEP 3", "ts": 0, "dur": 1, "args": {"slot": None, "after": []}}]},
-    ],
-)
-def test_a_trace_that_is_not_of_an_update_is_refused(trace: object) -> None:
+@pytest.mark.parametrize("changes", [None, {"name": "sleep", "args": {}}, {"name": "SLEEP 3"}])
+def test_a_trace_that_is_not_of_an_update_is_refused(changes: dict[str, object] | None) -> None:
+    event = {"ph": "X", "ts": 0, "dur": 1, "args": {"slot": None, "after": []}}
     with pytest.raises(ValueError, match=r"trace|Phase|action"):
-        Timeline.from_chrome_trace(trace)
+        Timeline.from_chrome_trace([] if changes is None else {"traceEvents": [event | changes]})
 
 
-def test_a_picture_has_the_model_above_the_lanes_on_one_axis_with_stocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check that little of backward and forward is shown: as much as shows which actions they hide."""
+def test_a_picture_has_the_model_and_stocks_above_the_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, drawn = tmp_path / "timeline.png", []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     timeline = Timeline((Span(Action(ActionKind.PREFETCH, 3, 0), -0.005, 0.0), *TIMELINE.spans))
@@ -290,9 +254,6 @@ def test_a_picture_has_the_model_above_the_lanes_on_one_axis_with_stocks(
     assert with_stock.get_xlim()[1] == pytest.approx(50)
 
 
-# The slowdown of forward beside an update
-
-
 def spans(*times: tuple[ActionKind, float, float]) -> Timeline:
     return Timeline(tuple(Span(Action(kind, unit, None, ()), *ends) for unit, (kind, *ends) in enumerate(times)))
 
@@ -314,9 +275,7 @@ def test_forward_takes_longer_beside_the_update_and_not_after_it() -> None:
     st.floats(0.0, 0.9),
     st.lists(st.tuples(st.floats(0.01, 10.0), st.floats(0.01, 10.0)), min_size=2, max_size=6),
 )
-def test_the_slowdown_is_found_in_forwards_beside_different_work(
-    cpu: float, copies: float, beside: list[tuple[float, float]]
-) -> None:
+def test_the_slowdown_is_found_from_forwards(cpu: float, copies: float, beside: list[tuple[float, float]]) -> None:
     # As in training: first beside the CPU alone, and then beside both.
     forwards = [SlowedForward(cpu * 1.0, 1.0, 0.0)]
     forwards += [SlowedForward(cpu * cpu_s + copies * copies_s, cpu_s, copies_s) for cpu_s, copies_s in beside]

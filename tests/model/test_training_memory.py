@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -33,13 +34,11 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.training_run.decoder import llama
 from perf_model.training_run.job import Job
-from perf_model.training_run.training_memory import (
-    WORKSPACE_BYTES,
-    TrainingMemory,
-    ZeroSizes,
-)
+from perf_model.training_run.training_memory import WORKSPACE_BYTES, TrainingMemory, ZeroSizes
 from perf_model.units import GB
 from tests.launch import REPOSITORY
+from tests.model.costs import plan_of
+from tests.model.profiles import job as job_of
 from tests.model.profiles import profile
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
@@ -50,17 +49,7 @@ SHARED = Widths(param=2, grad=2, publishes=False)
 BF16, BF16_MASTERS = WIDTHS_OF_STATES["bf16"], WIDTHS_OF_STATES["bf16-masters"]
 ACCUMULATES = TrainingSetup(accumulates=True)
 
-
-def plan(
-    *placements: Placement, num_slots: int = 1, numel: int = NUMEL, eager: frozenset[int] = frozenset()
-) -> UpdatePlan:
-    """Return a plan of units that all have ``numel`` parameters."""
-    return UpdatePlan(
-        workload=Workload.from_numels([numel] * len(placements)),
-        placements=placements,
-        num_slots=num_slots,
-        eager=eager,
-    )
+plan = partial(plan_of, numel=NUMEL)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +162,6 @@ def test_a_plan_with_states_on_disk_is_bound_by_the_disk_and_hides_reads_and_wri
 # The memory of training
 SHAPES = {**MODELS, "30B": paper_model("30B", layers=60, hidden=6656, heads=52, numel=27.75e9)}
 
-
 PEAKS = list(csv.DictReader((REPOSITORY / "benchmarks/data/published_peaks.csv").open()))
 """The published stock runs whose log was read: ``benchmarks/data/README.md`` has the rule."""
 
@@ -186,15 +174,9 @@ HELD_LESS_WELL = {
 
 def published_job(row: dict[str, str]) -> Job:
     """Return the run of the log, with Megatron-LM's attention."""
-    return Job(
-        shape=SHAPES[row["model_name"]],
-        world_size=int(row["dp"]),
-        ranks_per_node=min(GPUS_PER_NODE, int(row["dp"])),
-        micro_batch=int(row["micro_batch"]),
-        sequence=2048,
-        attention="fused_softmax",
-        sub_group_size=100_000_000,
-    )
+    ranks, more = int(row["dp"]), {"attention": "fused_softmax", "sub_group_size": 100_000_000}
+    on_node = min(GPUS_PER_NODE, ranks)
+    return job_of(SHAPES[row["model_name"]], ranks, on_node, micro_batch=int(row["micro_batch"]), **more)
 
 
 def states_bytes(job: Job, cpu_ratio: float) -> int:
@@ -226,15 +208,7 @@ TINY = llama("tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, inte
 
 
 def training(sizes: ZeroSizes, *, ranks: int = 1, recompute: bool = True, attention: str = "flash") -> TrainingMemory:
-    job = Job(
-        shape=TINY,
-        world_size=ranks,
-        ranks_per_node=ranks,
-        micro_batch=2,
-        sequence=50,
-        recompute=recompute,
-        attention=attention,
-    )
+    job = job_of(TINY, ranks, micro_batch=2, sequence=50, recompute=recompute, attention=attention)
     return TrainingMemory(job, sizes)
 
 

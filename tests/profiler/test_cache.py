@@ -38,17 +38,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of the ranks that measured.
-
-    Each measurement returns another rate: 1e9 + n, where n is the number of rank 0's measurements.
-    """
+    """Return the list of the ranks that measured. The n-th measurement of rank 0 gives the rate 1e9 + n."""
     ranks_that_measured: list[int] = []
-    calls: dict[int, int] = {}
 
     def measure(device: Any, ranks: Ranks, effort: Any, **kernels: Any) -> HardwareProfile:
         ranks_that_measured.append(ranks.rank)
-        calls[ranks.rank] = calls.get(ranks.rank, 0) + 1
-        rate = ranks.gather(1e9 + calls[ranks.rank])[0]
+        rate = ranks.gather(1e9 + ranks_that_measured.count(ranks.rank))[0]
         return HardwareProfile(
             name="here",
             provenance=Provenance(source="measured", date="2026-01-02"),
@@ -79,23 +74,15 @@ def test_a_cached_profile_is_read_instead_of_measuring_on_the_same_machine(
     assert measured == [0] * 3
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda text: "",
-        lambda text: text[:-20],
-        lambda text: "\udcff\udcfe",
-        lambda text: json.dumps({**json.loads(text), "version": 0}),
-        lambda text: json.dumps({**json.loads(text), "measurements": {}}),
-    ],
-    ids=["empty", "cut off", "not text", "old version", "nothing measured"],
-)
-def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path, spoil: Any) -> None:
+def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path) -> None:
     profile_and_log(Ranks())
     (file,) = folder.iterdir()
-    file.write_text(spoil(file.read_text()), errors="surrogateescape")
-    assert profile_and_log(Ranks())[0] == 1e9 + 2
-    assert profile_and_log(Ranks())[0] == 1e9 + 2
+    written = file.read_text()
+    other = {**json.loads(written), "version": 0}
+    # Empty, cut off, no text, and of an old version.
+    for number, spoiled in enumerate(["", written[:-20], "\udcff\udcfe", json.dumps(other)], start=2):
+        file.write_text(spoiled, errors="surrogateescape")
+        assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + number] * 2
     assert list(folder.iterdir()) == [file]
 
 
@@ -113,7 +100,6 @@ TOO_FAST = {"both_beside_cpu_adam_bytes_per_s": Measurement(samples=(1e12,))}
 def test_a_profile_is_measured_again_only_if_a_quantity_was_implausible(
     waived: dict[str, Measurement], is_cached: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that one start on a busy machine does not leave later ones without a rate."""
     assert waived
     quiet = cache.measure
 
@@ -133,17 +119,14 @@ def test_a_profile_is_measured_again_only_if_a_quantity_was_implausible(
 def test_all_ranks_use_the_profile_in_the_cache_of_rank_0(
     folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that ranks agree even if one node's cache has no profile, and another's has an old one."""
-    read: list[Path] = []
-    original = cache._read
-    monkeypatch.setattr(cache, "_read", lambda path: read.append(path) or original(path))
+    read = mock.Mock(side_effect=cache._read)
+    monkeypatch.setattr(cache, "_read", read)
     first = on_threads(3, profile_and_log)
     assert sorted(measured) == [0, 1, 2]
     assert [outcome[0] for outcome in first] == [1e9 + 1] * 3
     assert [bool(outcome[1]) for outcome in first] == [True, False, False], "only rank 0 logs"
     assert [outcome[0] for outcome in on_threads(3, profile_and_log)] == [1e9 + 1] * 3
-    assert len(measured) == 3
-    assert len(read) == 2
+    assert (len(measured), read.call_count) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +164,6 @@ def test_a_profile_that_cannot_be_cached_is_used_with_a_line_of_the_log(
     assert "not cached" in log[-1]
     assert "XDG_CACHE_HOME" in log[-1]
     assert not folder.is_dir() or [path.name for path in folder.iterdir()] == ["there.json"]
-
-
-# Real ranks, as training calls it
 
 
 def profiles_of_a_rank() -> tuple[list[str], list[str], int]:
@@ -225,9 +205,6 @@ def test_two_ranks_measure_together_once_and_fail_together(tmp_path: Path) -> No
     assert second[1] == []
     assert (first[2], second[2]) == (1, 1)
     assert len(list((tmp_path / "deep_opt_states").iterdir())) == 1
-
-
-# Facts about the host
 
 
 def test_each_last_level_cache_is_counted_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -19,13 +20,10 @@ from deep_opt_states.profiler import probes
 from deep_opt_states.profiler.profile import sample, stock_cpu_adam, training_cpu_adam
 from deep_opt_states.profiler.ranks import Ranks
 from tests.profiler.threads import on_ranks
-from tests.profiler.virtual import SMALL, LaunchedAdam, TimedAdam, VirtualDevice
+from tests.profiler.virtual import SMALL, TimedAdam, VirtualDevice
 from tests.runtime.plain_adam import PlainAdam
 
-LAUNCH_S, KERNEL_S, UPDATE_S, TICK_S = 6e-5, 1e-5, 5e-4, 1e-4
-
-
-# The host
+LAUNCH_S, KERNEL_S = 6e-5, 1e-5
 
 
 def states(kernel: AdamKernel | None = None, device: Device[Any] | None = None) -> probes.HostStates:
@@ -77,7 +75,7 @@ def test_the_probe_of_adam_updates_every_element(stock: bool) -> None:
 
 
 def test_rates_beside_transfers_count_only_the_time_of_overlap() -> None:
-    """Check a device that takes 0.5 s for a copy in one direction and 1 s in the other, and 2 s for an update."""
+    # A copy in one direction takes 0.5 s, in the other 1 s, and an update 2 s.
     device = VirtualDevice(copy_s=(0, 0.5, 1))
 
     def updates_during_copies(device: Any, kernel: AdamKernel) -> probes.Probe:
@@ -86,7 +84,7 @@ def test_rates_beside_transfers_count_only_the_time_of_overlap() -> None:
 
     updates, copies = "cpu_adam_beside_transfers_params_per_s", "both_beside_cpu_adam_bytes_per_s"
     with mock.patch.object(time, "perf_counter", side_effect=lambda: device.now_s):
-        repeat = updates_during_copies(device, TimedAdam(device, update_s=2))
+        repeat = updates_during_copies(device, TimedAdam(device, 2))
         assert repeat() == {updates: 1000 / 2, copies: 4096 / 0.5 + 4096 / 1}
         # The probe chose 50 copies. Those of one direction now end at 5 s, after the second update of eight.
         device.copy_s = (0, 0.1, 1)
@@ -99,11 +97,8 @@ def test_rates_beside_transfers_count_only_the_time_of_overlap() -> None:
         repeat()
 
 
-# Kernels
-
-
 def updates(device: VirtualDevice, *, launch_s: float = LAUNCH_S, numel: int = 1000) -> probes.Probe:
-    return probes.device_updates(device, numel, LaunchedAdam(device, launch_s=launch_s, kernel_s=KERNEL_S))
+    return probes.device_updates(device, numel, TimedAdam(device, launch_s, KERNEL_S))
 
 
 def test_a_stream_that_became_idle_too_early_is_kept_busy_for_longer() -> None:
@@ -150,30 +145,29 @@ def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytes
         updates(device, numel=4000)
 
 
-# Repetitions and ranks
-
 EFFORT = replace(SMALL, warm_ups=2, min_samples=3, max_samples=10, budget_s=1.0)
 
 
-class CountingProbe:
-    """A probe whose n-th repetition returns a rate and a time of ``base`` + n, and whose ``fails_at``-th raises."""
+def counting_probe(base: int = 0, fails_at: int | None = None) -> probes.Probe:
+    """Return a probe whose n-th repetition returns a rate and a time of ``base`` + n, and whose ``fails_at``-th raises.
 
-    def __init__(self, base: float = 0, fails_at: int | None = None) -> None:
-        if fails_at == 0:
-            raise MemoryError("no [memory]\nat all")
-        self._next = base
-        self._fails_at = fails_at
+    It fails to be prepared if that is 0.
+    """
+    numbers = count(base)
 
-    def __call__(self) -> probes.Rates:
-        self._next += 1
-        if self._next == self._fails_at:
+    def repeat() -> probes.Rates:
+        number = next(numbers)
+        if number == fails_at:
             raise MemoryError("no [memory]\nat all")
-        return {"h2d_bytes_per_s": self._next, "copy_latency_s": self._next}
+        return {"h2d_bytes_per_s": number, "copy_latency_s": number}
+
+    repeat()
+    return repeat
 
 
 def test_the_slowest_rank_counts_in_each_repetition_after_the_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    outcomes = on_ranks(3, lambda ranks: sample(lambda: CountingProbe(base=[5, 0, 9][ranks.rank]), EFFORT, ranks))
+    outcomes = on_ranks(3, lambda ranks: sample(lambda: counting_probe(base=[5, 0, 9][ranks.rank]), EFFORT, ranks))
     # The smallest rate is rank 1's, the longest time rank 2's.
     expected = [{"h2d_bytes_per_s": number, "copy_latency_s": 9 + number} for number in range(3, 13)]
     assert outcomes == [expected] * 3
@@ -182,7 +176,7 @@ def test_the_slowest_rank_counts_in_each_repetition_after_the_warm_ups(monkeypat
 @pytest.mark.parametrize("fails_at", [0, 1, 4], ids=["when it is prepared", "in the warm-up", "later"])
 def test_a_failure_on_one_rank_is_raised_on_all_ranks(fails_at: int) -> None:
     def program(ranks: Ranks) -> object:
-        return sample(lambda: CountingProbe(fails_at=fails_at if ranks.rank == 1 else None), EFFORT, ranks)
+        return sample(lambda: counting_probe(fails_at=fails_at if ranks.rank == 1 else None), EFFORT, ranks)
 
     outcomes = on_ranks(3, program)
     assert [type(outcome) for outcome in outcomes] == [probes.ProbeError] * 3

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -81,9 +82,8 @@ class VirtualDevice:
     """A device whose work takes time on a virtual clock, ``now_s``.
 
     ``copy_s`` gives the seconds per copy by the number of the stream (the caller's is 0); if it is empty, copies run at
-    10 GB/s. ``stays_busy`` is the fraction of the requested time for which ``occupy`` keeps the stream busy. Like
-    PyTorch's allocators, the device caches the memory of freed tensors until ``release_cached``; ``held_bytes`` counts
-    used and cached memory. ``registered`` lists the slabs that are page-locked.
+    10 GB/s. ``occupy`` keeps the stream busy for the share ``stays_busy`` of the requested time. As with PyTorch's
+    allocators, ``held_bytes`` counts cached memory until ``release_cached``. ``registered`` are page-locked slabs.
     """
 
     runs_when_issued = False
@@ -163,21 +163,15 @@ class VirtualDevice:
         return lambda: self.registered.remove((address, size_bytes))
 
 
-@contextmanager
-def kernels(**factories: Callable[..., object]) -> Iterator[None]:
-    """Replace functions that create Adam kernels: ``training_cpu_adam``, ``stock_cpu_adam``, ``training_gpu_adam``."""
-    with mock.patch.multiple(profile, **factories):
-        yield
+kernels = partial(mock.patch.multiple, profile)
+"""Replace functions that create Adam kernels: ``training_cpu_adam``, ``stock_cpu_adam``, ``training_gpu_adam``."""
 
 
 @contextmanager
 def virtual_clock(
     device: VirtualDevice, *, tick_s: float, launch_s: float, product_s: float
 ) -> Iterator[VirtualDevice]:
-    """Make the clock of ``device`` the host's clock, and launch matrix products on the device.
-
-    The clock advances by ``tick_s`` each time that it is read.
-    """
+    """Make the clock of ``device`` the host's clock, which reading advances, and launch matrix products on it."""
 
     def read_clock() -> float:
         device.now_s += tick_s
@@ -192,27 +186,12 @@ def virtual_clock(
 
 
 class TimedAdam(PlainAdam):
-    """A kernel that takes ``update_s`` of the host's time per sub-group."""
+    """A kernel that takes ``host_s`` of the host's time per sub-group, and then ``device_s`` of the device's."""
 
-    def __init__(self, device: VirtualDevice, update_s: float) -> None:
+    def __init__(self, device: VirtualDevice, host_s: float, device_s: float = 0.0) -> None:
         super().__init__()
-        self._device = device
-        self._update_s = update_s
+        self._device, self._host_s, self._device_s = device, host_s, device_s
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         super().update(sub_group, tensors, element_range)
-        self._device.now_s += self._update_s
-
-
-class LaunchedAdam(PlainAdam):
-    """A kernel that launches work on the device for each sub-group."""
-
-    def __init__(self, device: VirtualDevice, *, launch_s: float, kernel_s: float) -> None:
-        super().__init__()
-        self._device = device
-        self._launch_s = launch_s
-        self._kernel_s = kernel_s
-
-    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        super().update(sub_group, tensors, element_range)
-        self._device.launch(self._launch_s, self._kernel_s)
+        self._device.launch(self._host_s, self._device_s)

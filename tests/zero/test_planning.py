@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,19 +34,20 @@ from deep_opt_states.zero.start.planning import make_plan
 from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step import gpu_memory
 from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, GpuBudget, GpuMemory
-from perf_model.__main__ import main
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.slowdown import Slowdown
-from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Partition, Workload
+from perf_model.schedule.workload import Partition
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
 from perf_model.training_run.training_memory import TrainingMemory
+from tests.cli.planning import job as arguments
+from tests.cli.planning import planned as planned_for
+from tests.model.costs import plan_of
 from tests.model.profiles import RATES, profile
 from tests.ranks import on_ranks
 
@@ -54,22 +55,17 @@ GPU = AcceleratorChoice(HostDevice(), slots_on_host=False)
 HOST = AcceleratorChoice(HostDevice(), slots_on_host=True)
 SHARE = CoreShare(threads=1, reason="a test")
 
-
-def engine_of(model: torch.nn.Module, block: dict[str, Any] | None, sub_group_size: int) -> Any:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": sub_group_size,
-            "stage3_param_persistence_threshold": 0,
-        },
-        **({} if block is None else {"deep_optimizer_states": block}),
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "sub_group_size": 4000,
+        "stage3_param_persistence_threshold": 0,
+    },
+}
 
 
 def train_each(*blocks: dict[str, Any]) -> tuple[list[Any], str]:
@@ -77,8 +73,10 @@ def train_each(*blocks: dict[str, Any]) -> tuple[list[Any], str]:
     found: list[Any] = []
     with redirect_stdout(StringIO()) as output:
         for block in blocks:
+            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+            config = {**CONFIG, "deep_optimizer_states": block}
             try:
-                engine = engine_of(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), block, 4000)
+                engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
             except Exception as error:  # noqa: BLE001 (the test reads the message)
                 found.append(f"{type(error).__name__}: {error}")
                 continue
@@ -141,11 +139,8 @@ def test_a_given_profile_is_used_or_refused_as_rank_0_reads_it(tmp_path: Path) -
     assert not (tmp_path / "deep_opt_states").exists(), "nothing was measured"
 
 
-def plan_of(*placements: Placement) -> UpdatePlan:
-    return UpdatePlan(workload=Workload.from_numels([4_000_000] * len(placements)), placements=placements, num_slots=1)
-
-
-ON_CPU, MIXED = plan_of(Placement.CPU, Placement.CPU), plan_of(Placement.CPU, Placement.STREAMED, Placement.RESIDENT)
+ON_CPU = plan_of(Placement.CPU, Placement.CPU, numel=4_000_000)
+MIXED = plan_of(*Placement, numel=4_000_000)
 
 
 @pytest.fixture
@@ -224,74 +219,36 @@ def test_the_log_gives_the_memory_of_each_placement_or_the_reason_why_nothing_is
     ]
 
 
-def running_without_states(plan: UpdatePlan, measured: dict[str, Any]) -> Any:
-    """Return a ``RunningPlan`` whose states do not exist. All memory that a plan asks for is there."""
-    running = SimpleNamespace(plan=plan, uses=measured["uses"], is_evicted=False, holds_memory=False)
-    running.windows = SimpleNamespace(windows=lambda: measured["windows"])
-    running.gradients = SimpleNamespace(have_device_accumulators=False)
-    running.adopt = lambda plan: vars(running).update(plan=plan, is_evicted=True, holds_memory=True)
-    running.restore = lambda: vars(running).update(is_evicted=False) is None
-    return running
+def plan_of_training(job: Job, printed: dict[str, Any], folder: Path) -> tuple[UpdatePlan, PredictedUpdate]:
+    """Return the plan that the ranks run after the first steps, and the prediction that they report for it.
 
-
-@dataclass(frozen=True)
-class PlanSetting:
-    """The arguments of ``plan``, and what the first steps of such a training measure."""
-
-    machine: str
-    model: str
-    world_size: int
-    micro_batch: int
-
-    def print(self, *options: str) -> dict[str, Any]:
-        named = {"profile": self.machine, "model": self.model, "world-size": self.world_size, "sequence": 2048}
-        # How much host memory training has for eager units depends on the machine that trains.
-        named |= {"ranks-per-node": self.world_size, "micro-batch": self.micro_batch, "eager-memory-gb": 0}
-        arguments = [text for key, value in named.items() for text in (f"--{key}", str(value))]
-        with redirect_stdout(StringIO()) as printed:
-            assert main(["plan", "--json", *arguments, *options]) == 0
-        return json.loads(printed.getvalue())
-
-    def measured(self, printed: dict[str, Any]) -> dict[str, Any]:
-        """Return what training needs to find a plan: the numbers that ``plan`` assumes."""
-        windows = dict(printed["windows"])
-        job = Job(
-            shape=MODELS[self.model],
-            world_size=self.world_size,
-            ranks_per_node=self.world_size,
-            micro_batch=self.micro_batch,
-            sequence=2048,
-        )
-        memory, gpu_bytes = TrainingMemory(job), MACHINES[self.machine].profile(self.world_size).gpu_memory_bytes
-        assert gpu_bytes is not None
-        return {
-            "windows": Windows(slowdown=Slowdown(cpu=windows.pop("cpu_slowdown")), **windows),
-            "uses": tuple(MODELS[self.model].uses()),
-            "free_bytes": gpu_bytes - memory.gpu_bytes - memory.cache_bytes,
-            "parameters": list(MODELS[self.model].parameters()),
-        }
-
-    def plan_of_training(
-        self, printed: dict[str, Any], measured: dict[str, Any], folder: Path
-    ) -> tuple[UpdatePlan, PredictedUpdate]:
-        """Return the plan that the ranks run after the first steps, and the prediction that they report for it."""
-        path, ds_config = folder / "profile.json", printed["deepspeed_config"]
-        path.write_text(MACHINES[self.machine].profile(self.world_size).to_json())
-        config = Config(**ds_config["deep_optimizer_states"], profile=str(path))
-        size = ds_config["zero_optimization"].get("sub_group_size", DEFAULT_SUB_GROUP_SIZE)
-        sub_groups = sub_groups_of_trainer(measured["parameters"], self.world_size, size)
-        with machine(self.world_size, measured["free_bytes"]):
-            budget = GPU.gpu_budget(config)
-            planned = make_plan(config, sub_groups, TrainingSetup(widths=Widths(param=2, grad=2)), GPU, budget, SHARE)
-            assert planned.request is not None
-            assert planned.predict is not None
-            assert budget is not None
-            running = running_without_states(planned.plan, measured)
-            memory = GpuMemory(running, planned.request, budget, before_move=lambda: None)
-            for _ in range(FIRST_STEPS):
-                memory.observe()
-                memory.adapt(is_short_anywhere=memory.is_short)
-            return running.plan, planned.predict(running.plan, running.uses, measured["windows"])
+    The measurements of these steps are what ``plan`` assumes.
+    """
+    path, ds_config, assumed = folder / "profile.json", printed["deepspeed_config"], dict(printed["windows"])
+    path.write_text(json.dumps(printed["inputs"]["machine"]))
+    windows, uses = Windows(slowdown=Slowdown(cpu=assumed.pop("cpu_slowdown")), **assumed), tuple(job.shape.uses())
+    config = Config(**ds_config["deep_optimizer_states"], profile=str(path))
+    size = ds_config["zero_optimization"].get("sub_group_size", DEFAULT_SUB_GROUP_SIZE)
+    sub_groups = sub_groups_of_trainer(list(job.shape.parameters()), job.world_size, size)
+    memory, profile = TrainingMemory(job), HardwareProfile.read(path)
+    assert profile.gpu_memory_bytes is not None
+    with machine(job.world_size, profile.gpu_memory_bytes - memory.gpu_bytes - memory.cache_bytes):
+        budget = GPU.gpu_budget(config)
+        planned = make_plan(config, sub_groups, TrainingSetup(widths=Widths(param=2, grad=2)), GPU, budget, SHARE)
+        # The states do not exist, and all memory that a plan asks for is there.
+        running: Any = SimpleNamespace(plan=planned.plan, uses=uses, is_evicted=False, holds_memory=False)
+        running.windows = SimpleNamespace(windows=lambda: windows)
+        running.gradients = SimpleNamespace(have_device_accumulators=False)
+        running.adopt = lambda plan: vars(running).update(plan=plan, is_evicted=True, holds_memory=True)
+        running.restore = lambda: vars(running).update(is_evicted=False) is None
+        assert planned.request is not None
+        assert planned.predict is not None
+        assert budget is not None
+        of_gpu = GpuMemory(running, planned.request, budget, before_move=lambda: None)
+        for _ in range(FIRST_STEPS):
+            of_gpu.observe()
+            of_gpu.adapt(is_short_anywhere=of_gpu.is_short)
+        return running.plan, planned.predict(running.plan, uses, windows)
 
 
 def sub_groups_of_trainer(parameters: list[tuple[str, int]], num_ranks: int, size: int) -> list[list[Partition]]:
@@ -332,26 +289,30 @@ def machine(num_ranks: int, free_bytes: int) -> Iterator[None]:
         yield
 
 
-SETTINGS = (
-    PlanSetting("h100-pcie5", "Llama-3-8B", 1, 1),
-    PlanSetting("a100-pcie4", "20B", 4, 1),
-    PlanSetting("gh200", "13B", 1, 1),
-    PlanSetting("h200-pcie5", "13B", 1, 2),
-)
-OPTIONS = {"unit-size": 70_000_000, "gpu-memory-gb": 40.0, "gpu-memory-margin-gb": 6.5}
+OPTIONS = {"unit_size": 70_000_000, "gpu_memory_gb": 40.0, "gpu_memory_margin_gb": 6.5}
 
 
 @pytest.mark.P5
 @pytest.mark.parametrize(
-    ("setting", "options"), [*((setting, {}) for setting in SETTINGS), (SETTINGS[0], OPTIONS)], ids=str
+    ("preset", "model", "num_ranks", "micro_batch", "options"),
+    [
+        ("h100-pcie5", "Llama-3-8B", 1, 1, {}),
+        ("a100-pcie4", "20B", 4, 1, {}),
+        ("gh200", "13B", 1, 1, {}),
+        ("h200-pcie5", "13B", 1, 2, {}),
+        ("h100-pcie5", "Llama-3-8B", 1, 1, OPTIONS),
+    ],
 )
 def test_the_engine_finds_the_printed_plan_with_the_printed_seconds(
-    setting: PlanSetting, options: dict[str, float], tmp_path: Path
+    preset: str, model: str, num_ranks: int, micro_batch: int, options: dict[str, float], tmp_path: Path
 ) -> None:
-    printed = setting.print(*(text for key, value in options.items() for text in (f"--{key}", str(value))))
+    sizes = {"world_size": num_ranks, "ranks_per_node": num_ranks, "micro_batch": micro_batch}
+    # How much host memory training has for eager units depends on the machine that trains.
+    printed = planned_for(arguments(preset, model, **sizes, eager_memory_gb=0, **options))
     block, decisions = printed["deepspeed_config"]["deep_optimizer_states"], printed["plan"]
-    assert {key.replace("-", "_") for key in options} <= block.keys()
-    plan, predicted = setting.plan_of_training(printed, setting.measured(printed), tmp_path)
+    assert options.keys() <= block.keys()
+    plan, predicted = plan_of_training(Job(shape=MODELS[model], sequence=2048, **sizes), printed, tmp_path)
+    # A start with a limit of the user already has a plan, which stays if another one gains less than ``LITTLE_GAIN``.
     assert plan.fingerprint == decisions["fingerprint"]
     assert [placement.value for placement in plan.placements] == decisions["placements"]
     assert plan.num_slots == decisions["num_slots"]

@@ -12,9 +12,6 @@ from typing import Any
 
 from tests.compat.frameworks.published import AXOLOTL, LLAMA_FACTORY
 
-CONFIG_OF_PACKAGE = "swift/config/zero3_offload.json"
-"""The path of ms-swift's config in its package."""
-
 
 @dataclass(frozen=True)
 class Run:
@@ -147,7 +144,7 @@ FRAMEWORKS = (
         requirement="ms-swift==4.6.0 msgspec",
         pins="nothing",
         patches="gloo different_characters",
-        config=CONFIG_OF_PACKAGE,
+        config="swift/config/zero3_offload.json",
         runs=(
             *_sft_and_dpo(
                 f"env NPROC_PER_NODE={{ranks}} swift sft {_SWIFT} --tuner_type full --dataset {{data}}/chat.jsonl",
