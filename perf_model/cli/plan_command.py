@@ -75,7 +75,7 @@ def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
     yield f"\n{job.shape.description} on {job.world_size} x {machine}, {per_rank} per rank"
     yield f"{_assumed(found, inputs)}\n"
     yield from _comparison(found, inputs)
-    yield f"\n{comparison(inputs.profile)} At its end, training logs predicted and measured times."
+    yield f"\n{comparison(inputs.profile, job)} At its end, training logs predicted and measured times."
     limits, memory, reserved = inputs.limits, found.memory, size(found.reserved_host_bytes, DIGITS)
     yield ""
     if inputs.profile.has_accelerator:

@@ -13,6 +13,7 @@ from perf_model.cli.plan_command import fixed_seconds
 from perf_model.cli.screen import progress, show
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
+from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Infeasible
 from perf_model.training_run.model import ModelError
@@ -58,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
     legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
     show(legend + (f"; {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
     show("*: more tokens/s than all rows above, so the last one is the best")
+    for sentences in dict.fromkeys(comparison(each.profile, each.job) for each in inputs):
+        show(sentences)
     if options.csv is not None:
         _write(rows, options.csv)
     return 0 if any(row["why"] is None for row in rows) else 1
