@@ -23,8 +23,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 _MAX_REQUEST_BYTES = 2**20
 _POLL_S = 0.02
@@ -64,7 +63,6 @@ class ForkServer:
         return ForkedProcess(os.fdopen(output, errors="backslashreplace"), os.fdopen(status))
 
     def close(self) -> None:
-        """End the server. Ranks that still run are not ended."""
         self._requests.close()
         self._process.wait()
 
@@ -121,36 +119,29 @@ def freeze_imported() -> None:
     gc.freeze()
 
 
-@dataclass
-class _Request:
-    module: str
-    arguments: list[str]
-    environment: dict[str, str]
-    ignores_sigint: bool
+def _become(request: dict[str, Any], output: int) -> None:
+    """Make this process, which was just forked, the requested one."""
+    import numpy
+    import torch
 
-    def become(self, output: int) -> None:
-        """Make this process, which was just forked, the requested one."""
-        import numpy
-        import torch
-
-        os.setsid()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        # Variables that libraries have set when they were imported stay.
-        for name in _STARTED_WITH - self.environment.keys():
-            del os.environ[name]
-        os.environ.update(self.environment)
-        sys.argv = [self.module, *self.arguments]
-        # A fresh interpreter inherits an ignored signal, for example if pytest runs in the background of a shell.
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self.ignores_sigint else signal.default_int_handler)
-        # As in fresh interpreters, ranks that do not set a seed draw different numbers.
-        numpy.random.seed()
-        torch.default_generator.seed()
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    # Variables that libraries have set when they were imported stay.
+    for name in _STARTED_WITH - request["environment"].keys():
+        del os.environ[name]
+    os.environ.update(request["environment"])
+    sys.argv = [request["module"], *request["arguments"]]
+    # A fresh interpreter inherits an ignored signal, for example if pytest runs in the background of a shell.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignores_sigint"] else signal.default_int_handler)
+    # As in fresh interpreters, ranks that do not set a seed draw different numbers.
+    numpy.random.seed()
+    torch.default_generator.seed()
 
 
-def _serve(requests: socket.socket) -> _Request:
-    """Fork a process per request. Return the request in that process, and exit when no more requests can come."""
+def _serve(requests: socket.socket) -> str:
+    """Fork a process per request. Return its module in that process, and exit when no more requests can come."""
     running: dict[int, int] = {}
     while True:
         ready, *_ = select.select([requests], [], [], _POLL_S if running else None)
@@ -158,14 +149,14 @@ def _serve(requests: socket.socket) -> _Request:
             message, descriptors, *_ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
             if not message:
                 sys.exit()
-            request, (output, status) = _Request(**json.loads(message)), descriptors
+            output, status = descriptors
             pid = os.fork()
             if pid == 0:
-                requests.close()
                 for descriptor in (*running.values(), status):
                     os.close(descriptor)
-                request.become(output)
-                return request
+                request = json.loads(message)
+                _become(request, output)
+                return str(request["module"])
             os.close(output)
             running[pid] = status
             _report(status, pid)
@@ -187,9 +178,9 @@ def main() -> None:
     """Serve the requests that come through the socket whose file descriptor is the only argument."""
     import_all()
     freeze_imported()
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    module = _serve(socket.socket(fileno=int(sys.argv[1])))
     # Kept until the process ends, as a fresh interpreter keeps the objects of ``__main__`` for its exit callbacks.
-    sys.modules["__main__"].namespace = runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    sys.modules["__main__"].namespace = runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,7 @@ def protection_of(address: int, process: int | str = "self") -> str:
 
 
 def is_mapped(address: int, process: int | str = "self") -> bool:
-    """Return whether the process, which is a number or this one, has mapped ``address``.
-
-    A read from an address that is not mapped would end the process.
-    """
+    """Return whether the process has mapped ``address``. A read from another address would end the process."""
     return protection_of(address, process) != ""
 
 

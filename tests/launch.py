@@ -71,6 +71,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **ours, **changes}
 
 
+_STARTING = threading.Lock()
 _ENVIRONMENT = environment()
 """The environment of the fork server: read before a test can change this process's."""
 
@@ -101,19 +102,14 @@ def run_ranks(
     set a variable that is read when modules are imported. A rank that outlives the timeout, counted from the start of
     all ranks, is killed; its return code is negative then.
     """
-    port = free_port()
-    shared = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **changes,
-    }
+    port, size = free_port(), str(world_size)
+    shared = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **changes}
     environments = [environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(world_size)]
     if fresh or arguments[0] != "-m" or not all(map(_imports_like_fork_server, environments)):
         return run_together([[sys.executable, *arguments]] * world_size, port, timeout_s, environments)
     _, module, *others = arguments
-    server = _fork_server()
+    with _STARTING:
+        server = _fork_server()
     return _wait_for([server.fork(module, others, variables) for variables in environments], port, timeout_s)
 
 
@@ -153,17 +149,13 @@ def _imports_like_fork_server(variables: dict[str, str]) -> bool:
 
 
 def _wait_for(processes: list[Process], port: int, timeout_s: float) -> list[Finished]:
-    def kill_all() -> None:
-        for process in processes:
-            kill_with_descendants(process)
-
-    killer = threading.Timer(timeout_s, kill_all)
+    killer = threading.Timer(timeout_s, lambda: [kill_with_descendants(process) for process in processes])
     killer.start()
     try:
         outputs = [process.communicate()[0] for process in processes]
     except BaseException:
         # An interrupt from the keyboard does not reach the sessions of the processes.
-        kill_all()
+        killer.function()
         raise
     finally:
         killer.cancel()

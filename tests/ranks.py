@@ -31,19 +31,16 @@ OUTPUT_CHARACTERS = 5000
 """The length of the end of a rank's output that the message of a failed test contains."""
 
 
-def ranks(
-    *world_sizes: Any, timeout_s: float = 300, fresh: bool = False, group: Group = process_group, **environment: str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def ranks(*world_sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that runs the body of a test on ranks; with several ``world_sizes``, one test for each.
 
-    A world size may be ``thorough``. The other arguments are those of ``on_ranks``.
+    A world size may be ``thorough``. The ``options`` are those of ``on_ranks``.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world_size: int = world_sizes[0], **arguments: Any) -> None:
-            options = {"timeout_s": timeout_s, "fresh": fresh, "group": group}
-            on_ranks(world_size, functools.partial(body, **arguments), **options, **environment)
+            on_ranks(world_size, functools.partial(body, **arguments), **options)
 
         test.body = body  # type: ignore[attr-defined]
         if len(world_sizes) == 1 and isinstance(world_sizes[0], int):
@@ -56,7 +53,23 @@ def ranks(
     return decorate
 
 
-def on_ranks(
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Call ``function`` on each rank, and return the results; fail the test with the outputs of ranks that fail.
+
+    ``function`` is one of a module, or its ``partial``. The ``options`` are those of ``ended_ranks``.
+    """
+    finished, values = ended_ranks(world_size, function, *arguments, **options)
+    failed = [
+        f"rank {rank} of {world_size} ended with {process.returncode}:\n{process.output[-OUTPUT_CHARACTERS:]}"
+        for rank, process in enumerate(finished)
+        if process.returncode != 0
+    ]
+    if failed:
+        pytest.fail("\n".join(failed), pytrace=False)
+    return values
+
+
+def ended_ranks(
     world_size: int,
     function: Callable[..., Any],
     *arguments: Any,
@@ -64,17 +77,20 @@ def on_ranks(
     fresh: bool = False,
     group: Group = process_group,
     **environment: str,
-) -> list[Any]:
-    """Call ``function`` on each rank, and return the results; fail the test if a rank fails.
+) -> tuple[list[Finished], list[Any]]:
+    """Call ``function`` on each rank, and return how the ranks ended, and the results of those that did not fail.
 
-    ``function`` is one of a module, or its ``partial``. ``fresh`` ranks are not forked: each one is a new interpreter.
-    ``environment`` are variables of the ranks.
+    ``fresh`` ranks are not forked: each one is a new interpreter. ``environment`` are variables of the ranks.
     """
-    with TemporaryDirectory() as folder:
-        call = functools.partial(function, *arguments)
-        options = {"timeout_s": timeout_s, "fresh": fresh, "group": group}
-        assert_success(ended_ranks(world_size, call, Path(folder), **options, **environment))
-        return [pickle.loads(Path(folder, f"value {rank}").read_bytes()) for rank in range(world_size)]
+    call = functools.partial(function, *arguments)
+    # A body has the name of its test.
+    request = (call.func.__module__, call.func.__qualname__, call.args, call.keywords, group)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickle.dumps(request))
+        finished = run_ranks(world_size, ["-m", "tests.ranks", name], timeout_s, fresh=fresh, **environment)
+        paths = (folder / f"value {rank}" for rank in range(world_size))
+        return finished, [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
 
 
 def once(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,34 +110,6 @@ def once(start: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return started
-
-
-def ended_ranks(
-    world_size: int,
-    call: functools.partial[Any],
-    folder: Path,
-    *,
-    timeout_s: float = 300,
-    fresh: bool = False,
-    group: Group = process_group,
-    **environment: str,
-) -> list[Finished]:
-    """Make the call on each rank, also if ranks fail or are killed. The results are written to ``folder``."""
-    # A body has the name of its test.
-    request = (call.func.__module__, call.func.__qualname__, call.args, call.keywords, group)
-    (folder / "call").write_bytes(pickle.dumps(request))
-    return run_ranks(world_size, ["-m", "tests.ranks", str(folder)], timeout_s, fresh=fresh, **environment)
-
-
-def assert_success(finished: list[Finished]) -> None:
-    """Fail the test with the outputs of all ranks that have failed."""
-    failed = [
-        f"rank {rank} of {len(finished)} ended with {process.returncode}:\n{process.output[-OUTPUT_CHARACTERS:]}"
-        for rank, process in enumerate(finished)
-        if process.returncode != 0
-    ]
-    if failed:
-        pytest.fail("\n".join(failed), pytrace=False)
 
 
 def explain_assertions() -> None:

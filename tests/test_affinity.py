@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -82,39 +83,34 @@ class AffinityOfLoader(Dataset[list[int]]):
         return sorted(os.sched_getaffinity(0))
 
 
-def exit_code_if(allowed: frozenset[int]) -> Callable[[], int]:
-    """Return a function that returns 0 in a process that may use exactly the CPUs ``allowed``."""
-    return lambda: 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (allowed, allowed) else 1
+def has_cpus(cpus: frozenset[int]) -> int:
+    """Return 0 in a process that may use exactly these CPUs."""
+    return 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (cpus, cpus) else 1
 
 
 @two_cpus
-def test_a_forked_process_may_use_all_cpus_of_its_parent() -> None:
+def test_a_forked_process_may_use_all_cpus_of_its_parent_or_those_of_a_thread_that_bound_itself() -> None:
     """Check it for processes that load data, and for forks of a thread. The parent's threads keep their affinity."""
     codes: list[int] = []
+
+    def fork(cpus: frozenset[int]) -> None:
+        codes.append(exit_code_of_child(partial(has_cpus, cpus)))
+
     first = LaunchBinding(HIGH)
     loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert list(loader) == [sorted(ALLOWED)] * 4
     second = LaunchBinding(LOW)
-    with parked(lambda: codes.append(exit_code_of_child(exit_code_if(ALLOWED)))):
+    with parked(lambda: fork(ALLOWED)):
         assert os.sched_getaffinity(0) == LOW
     second.release()
-    first.release()
-    codes.append(exit_code_of_child(exit_code_if(ALLOWED)))
-    assert codes == [0, 0]
-
-
-@two_cpus
-def test_a_process_forked_by_a_thread_that_bound_itself_inherits_its_cpus() -> None:
-    binding = LaunchBinding(HIGH)
-    codes: list[int] = []
-    with parked(lambda: (bind_low(), codes.append(exit_code_of_child(exit_code_if(LOW))))):
-        binding.release()
-    assert codes == [0]
+    with parked(lambda: (bind_low(), fork(LOW))):
+        first.release()
+    fork(ALLOWED)
+    assert codes == [0, 0, 0]
 
 
 @two_cpus
 def test_a_forked_process_can_bind_and_release_while_its_parent_is_binding() -> None:
-    """Check it while another thread of the parent holds the lock."""
     inherited = LaunchBinding(HIGH)
 
     def bind() -> int:
@@ -130,29 +126,20 @@ def test_a_forked_process_can_bind_and_release_while_its_parent_is_binding() -> 
 
 
 @two_cpus
-def test_a_thread_that_binds_itself_in_the_meantime_is_not_moved() -> None:
-    with parked() as early:
-        first = LaunchBinding(HIGH)
-        os.sched_setaffinity(early, LOW)
-        with parked(bind_low) as late:
-            second = LaunchBinding(HIGH)
-            assert os.sched_getaffinity(early) == os.sched_getaffinity(late) == LOW
-            second.release()
-            first.release()
-            assert os.sched_getaffinity(early) == os.sched_getaffinity(late) == LOW
-
-
-@two_cpus
 @pytest.mark.parametrize("first_in_first_out", [True, False])
 def test_of_two_bindings_the_latest_is_in_force(first_in_first_out: bool) -> None:
-    with parked() as thread:
-        first, second = LaunchBinding(HIGH), LaunchBinding(LOW)
+    with parked() as thread, parked() as early:
+        first = LaunchBinding(HIGH)
+        os.sched_setaffinity(early, LOW)
+        second = LaunchBinding(LOW)
         assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == LOW
         assert allowed_cpus() == ALLOWED
         (first if first_in_first_out else second).release()
         assert os.sched_getaffinity(thread) == os.sched_getaffinity(0) == (LOW if first_in_first_out else HIGH)
+        assert os.sched_getaffinity(early) == LOW
         (second if first_in_first_out else first).release()
         assert os.sched_getaffinity(thread) == ALLOWED
+        assert os.sched_getaffinity(early) == LOW, "it has bound itself in the meantime"
 
 
 @two_cpus

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,12 @@ from benchmarks.harness.rows import (
     COST,
     COST_SHARE,
     EMULATED,
-    REPOSITORY,
     RESULTS,
     RETAINED,
     Row,
     last_rows,
     read_rows,
 )
-from benchmarks.harness.setting import TrainingSetting
 from benchmarks.harness.variants import NO_OFFLOAD, STOCK
 from benchmarks.report import AIMS, CHART, report
 from deep_opt_states.host import machine
@@ -37,7 +34,6 @@ from tests.tiers import thorough
 
 
 def run(name: str, folder: Path, *options: str, timeout_s: float = 250) -> list[dict[str, Any]]:
-    """Run a benchmark in a process of its own, and return its rows."""
     (finished,) = run_ranks(1, ["-m", "benchmarks", name, *options, "--output", str(folder)], timeout_s)
     assert finished.returncode == 0, finished.output[-4000:]
     rows = read_rows(folder / f"{name}.jsonl")
@@ -59,10 +55,6 @@ def test_every_exact_variant_is_bit_identical_to_stock(name: str, tmp_path: Path
     classes = {row["variant"]: row["value"].split()[0] for row in rows if row["quantity"] == "configuration"}
     assert classes.keys() == bits.keys()
     assert classes["stock"] == "DeepSpeedZeroOptimizer_Stage3"
-    if name == "update_phase":
-        waived = {row["variant"]: row["waived"] for row in rows if "waived" in row}
-        assert set(waived) == {"SuperOffload", "SuperOffload, no clipping", "ZenFlow (approximate)"}
-        assert set(waived.values()) == {"DeepSpeed 0.19.8 supports it on CUDA only"}
 
 
 @pytest.mark.thorough
@@ -77,44 +69,16 @@ def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) 
         assert all(bits.values())
 
 
-@pytest.mark.parametrize("name", ["copy", "gpu"])
-def test_a_benchmark_that_needs_a_gpu_is_waived(name: str, tmp_path: Path) -> None:
-    (row,) = run(name, tmp_path)
+def test_a_benchmark_that_needs_a_gpu_is_waived(tmp_path: Path) -> None:
+    (row,) = run("gpu", tmp_path)
     assert row["waived"].startswith("no GPU")
 
 
-RUN_EXAMPLE = """
-if __name__ == "__main__":
-    from tests.launch import answer
-
-    for row in measure(quick=True):
-        answer([row.variant, row.quantity])
-"""
-
-
-@pytest.mark.thorough
-def test_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    (page,) = (REPOSITORY / "docs").rglob("benchmarking.md")
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    script = tmp_path / "clipping.py"
-    script.write_text(example + RUN_EXAMPLE)
-    (finished,) = run_ranks(1, [str(script)], timeout_s=250)
-    assert finished.returncode == 0, finished.output[-4000:]
-    found = dict(finished.answers())
-    assert set(found) == {"stock", "stock, no clipping", "ours, all on the CPU", "ours, no clipping"}
-    assert "error" not in found.values()
-
-
-SETTING = TrainingSetting(layers=4, width=1024, context=64, micro_batch=1, sub_group_size=10_000_000)
-
-
 TINY_OURS = ours_limited(MODELS["tiny"]).name
-ON_CPU, ON_SOFTWARE_GPU = "benchmarks.gpu.train", "tests.software_gpu.gpu_bench_ranks"
 
 
 @pytest.fixture(autouse=True)
 def one_core_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the arms train on the CPU accelerator, with one thread."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(machine, "cores", lambda: SimpleNamespace(usable=1))
 
@@ -123,8 +87,8 @@ def tiny(arm: str, *tokens: int) -> ArmJob:
     return ArmJob(arm=arm, model="tiny", tokens=tokens or (64,))
 
 
-def outcomes_of(*jobs: ArmJob, limit_s: float = 200, program: str = ON_CPU) -> list[ArmOutcome]:
-    return list(run_jobs(jobs, time.monotonic() + 1_000, limit_s, program))
+def outcomes_of(*jobs: ArmJob, limit_s: float = 200) -> list[ArmOutcome]:
+    return list(run_jobs(jobs, time.monotonic() + 1_000, limit_s))
 
 
 def record(mean_s: float, **others: object) -> dict[str, Any]:
@@ -162,9 +126,7 @@ def test_cost_and_retained_refer_to_stock_and_to_no_offload() -> None:
     assert [row.waived for row in alone if row.quantity == RETAINED] == ["no offload has no result"]
 
 
-@pytest.mark.parametrize(
-    "arm", [FSDP2, thorough(STOCK.name), thorough(NO_OFFLOAD.name), thorough(OURS_EMPTY.name), thorough("Twin-Flow")]
-)
+@pytest.mark.parametrize("arm", [FSDP2, thorough(OURS_EMPTY.name)])
 def test_an_arm_trains_with_each_number_of_tokens_and_leaves_its_rows(arm: str) -> None:
     (outcome,) = outcomes_of(tiny(arm, 64, 32))
     assert outcome.error == ""
@@ -182,8 +144,7 @@ def test_an_arm_trains_with_each_number_of_tokens_and_leaves_its_rows(arm: str) 
 
 @pytest.mark.P1
 def test_ours_has_the_bits_of_stock() -> None:
-    outcomes = outcomes_of(*bits_jobs("tiny", 64, ranks=1), program=ON_SOFTWARE_GPU)
-    (row,) = rows_of(iter(outcomes))
+    (row,) = rows_of(iter(outcomes_of(*bits_jobs("tiny", 64, ranks=1))))
     assert (row.variant, row.quantity, row.value, row.claimed) == (TINY_OURS, BIT_IDENTICAL, True, True)
 
 
@@ -214,9 +175,6 @@ def test_other_bits_and_losses_are_a_claim_that_does_not_hold() -> None:
     failed = ArmOutcome(job=stock, records=[[]], error="no memory")
     rows = list(rows_of(iter([failed, replace(same, job=ours)])))
     assert [row.quantity for row in rows] == ["completed", "error"], "there is nothing to compare with"
-
-
-SETTING = {"parameters": 5_000_000, "micro_batch": 1, "sub_group_size": 10}
 
 
 def test_the_committed_page_shows_the_committed_rows_which_measure_the_aims(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ def test_the_numa_node_of_a_gpu_is_read(
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {3: properties}.__getitem__)
-    for has_cuda, expected in ((True, node), (False, None)):
+    for has_cuda in (True, False):
         monkeypatch.setattr(machine, "has_cuda", lambda has_cuda=has_cuda: has_cuda)
-        assert gpu_node(tmp_path) == expected
+        assert gpu_node(tmp_path) == (node if has_cuda else None)
 
 
 @given(st.sets(st.integers(0, 300)))
@@ -213,24 +213,19 @@ def nodes(draw: st.DrawFn) -> tuple[RankPlace, ...]:
 
 
 @given(nodes(), st.booleans(), st.booleans())
-def test_shares_use_no_more_than_the_allowed_cores(
+def test_shares_use_no_more_than_the_allowed_cores_and_no_core_has_two_ranks_or_both_launches_and_updates(
     places: tuple[RankPlace, ...], on_accelerator: bool, bind: bool
 ) -> None:
     chosen = shares(places, on_accelerator=on_accelerator, bind=bind)
     num_cores = len(places[0].cores)
     assert all(share.threads >= 1 for share in chosen)
     assert sum(share.threads for share in chosen) <= max(num_cores, len(places))
+    assert all(share.cores for share in chosen) == (on_accelerator and bind and num_cores >= len(places))
+    taken: set[Core] = set()
+    sizes = []
     for share, place in zip(chosen, places, strict=True):
         assert set(share.cores + share.launch_cores) <= place.cpus
         assert share.threads <= (place.quota or num_cores)
-    assert all(share.cores for share in chosen) == (on_accelerator and bind and num_cores >= len(places))
-
-
-@given(nodes())
-def test_no_physical_core_has_two_ranks_or_both_launches_and_updates(places: tuple[RankPlace, ...]) -> None:
-    taken: set[Core] = set()
-    sizes = []
-    for share in shares(places):
         update, launch = physical(places, share.cores), physical(places, share.launch_cores)
         assert len(update) == len(share.cores), "two threads are pinned to hyperthread siblings"
         assert not (update | launch) & taken
@@ -239,8 +234,8 @@ def test_no_physical_core_has_two_ranks_or_both_launches_and_updates(places: tup
         if len(update | launch) > 1:
             assert launch
             assert not update & launch
-    if len(places[0].cores) >= len(places) and not {place.gpu_node for place in places} - {None}:
-        assert sum(sizes) == len(places[0].cores)
+    if chosen[0].cores and num_cores >= len(places) and not {place.gpu_node for place in places} - {None}:
+        assert sum(sizes) == num_cores
         assert max(sizes) - min(sizes) <= 1
 
 

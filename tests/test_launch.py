@@ -20,14 +20,11 @@ import torch.distributed as dist
 from tests import stress
 from tests.fork_server import import_all
 from tests.launch import answer, is_running, run_ranks
-from tests.ranks import on_ranks, once, ranks
+from tests.ranks import on_ranks, once
 from tests.zero.parity.random_case import SIMPLER
-
-RANKS = ["-m", "tests.test_launch"]
 
 
 def describe() -> dict[str, Any]:
-    """Return everything that a rank may depend on."""
     forked = "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
     import_all()
     return {
@@ -59,42 +56,20 @@ def test_a_forked_rank_has_the_environment_and_threads_of_a_fresh_rank_and_its_o
     assert (other["environment"]["RANK"], other["environment"]["XDG_CACHE_HOME"]) == ("1", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("way", "code"), [("exit", 7), ("raise", 1), ("kill", -signal.SIGKILL), ("hang", -signal.SIGKILL)]
-)
-def test_the_end_of_a_forked_rank_is_reported_and_at_its_timeout_it_is_killed_with_its_children(
-    way: str, code: int
-) -> None:
-    (finished,) = run_ranks(1, [*RANKS, way], timeout_s=5)
-    assert finished.returncode == code
+def test_a_forked_rank_that_outlives_its_timeout_is_killed_with_its_children_and_its_output_stays() -> None:
+    (finished,) = run_ranks(1, ["-m", "tests.test_launch"], timeout_s=5)
+    assert finished.returncode == -signal.SIGKILL
     assert "written to stderr" in finished.output
-    assert ("ValueError: on purpose" in finished.output) == (way == "raise")
     (children,) = finished.answers()
     assert not any(map(is_running, children))
 
 
-def main(way: str) -> None:
-    """Start children if this rank shall hang, one of them in another session, and end in this way."""
+def main() -> None:
+    """Start two children, one of them in another session, and hang."""
     command = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    other_sessions = (False, True) if way == "hang" else ()
-    answer([subprocess.Popen(command, start_new_session=other).pid for other in other_sessions])
+    answer([subprocess.Popen(command, start_new_session=other).pid for other in (False, True)])
     print("written to stderr", file=sys.stderr, flush=True)
-    if way == "exit":
-        sys.exit(7)
-    if way == "raise":
-        raise ValueError("on purpose")
-    if way == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)
-
-
-@pytest.mark.parametrize("text", ["given"])
-@ranks(1, 2)
-def test_a_body_runs_in_a_group_of_ranks_with_the_parameters_of_the_test(text: str, tmp_path: Path) -> None:
-    assert text == "given"
-    (tmp_path / str(dist.get_rank())).touch()
-    dist.barrier()
-    assert len(list(tmp_path.iterdir())) == dist.get_world_size() == int(os.environ["WORLD_SIZE"])
 
 
 def fail_on_rank_1(numbers: list[int]) -> None:
@@ -159,27 +134,18 @@ def test_a_failing_case_of_the_engine_is_shrunk_to_the_settings_that_it_needs(mo
 
 @pytest.mark.P6
 @pytest.mark.parametrize(
-    ("steps", "leak", "grows"),
-    [
-        (160, "none", set()),
-        (160, "every", {"accelerator memory, bytes", "tensors", "open files", "temporary files"}),
-        pytest.param(4_000, "none", set(), marks=pytest.mark.thorough),
-        # Host memory grows only in thousands of steps by more than the allocator's own.
-        pytest.param(4_000, "host", {"host memory, bytes"}, marks=pytest.mark.thorough),
-    ],
+    ("leak", "grows"),
+    [("none", set()), ("every", {"accelerator memory, bytes", "tensors", "open files", "temporary files"})],
 )
-def test_training_keeps_no_memory_and_no_files_unless_something_leaks(steps: int, leak: str, grows: set[str]) -> None:
+def test_training_keeps_no_memory_and_no_files_unless_something_leaks(leak: str, grows: set[str]) -> None:
     """Train while units move, steps are skipped, and the model is evaluated, saved and loaded; the seed is 1."""
-    script = ["-m", "tests.software_gpu.training.endurance_ranks", "1", str(steps), leak]
-    (finished,) = run_ranks(1, script, timeout_s=300 + 2 * steps)
+    script = ["-m", "tests.software_gpu.training.endurance_ranks", "1", "160", leak]
+    (finished,) = run_ranks(1, script, timeout_s=600)
     assert finished.returncode == 0, finished.output[-4000:]
     (found,) = finished.answers()
-    assert found["steps"] == steps
-    if steps < 4_000:
-        assert set(found["grown"]) == grows, found["growth"]
-    else:
-        assert ("host memory, bytes" in found["grown"]) == bool(grows), found["growth"]
+    assert found["steps"] == 160
+    assert set(found["grown"]) == grows, found["growth"]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

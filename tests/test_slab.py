@@ -111,74 +111,51 @@ def test_a_forked_child_that_drops_the_slab_unmaps_nothing_of_its_own() -> None:
     assert unregistered_by == [os.getpid()]
 
 
-@pytest.mark.parametrize(
-    ("ending", "lines"),
-    [
-        ("os.fork() or sys.exit(0)\nos.wait()\nslab.close()", ["unregistered", str(7 << 22)]),
-        # The driver may be gone by the end of the interpreter, and the system takes the pages back.
-        ("", [str(7 << 22)]),
-    ],
-    ids=["a forked child", "the interpreter"],
-)
-def test_nothing_is_unregistered_when_a_forked_child_or_the_interpreter_ends(ending: str, lines: list[str]) -> None:
+def test_nothing_is_unregistered_when_a_forked_child_or_the_interpreter_ends() -> None:
+    """Check it because the driver may be gone by the end of the interpreter, and the system takes the pages back."""
     code = (
         "import os, sys, torch\n"
         "from deep_opt_states.device.slab import HostSlab\n"
-        "slab = HostSlab(1 << 22, lambda address, size_bytes: lambda: print('unregistered'))\n"
-        "tensor = slab.tensor(0, 1 << 22, torch.uint8).fill_(7)\n"
-        f"slab.lock()\n{ending}\nprint(int(tensor.sum()))\n"
+        "closed, left = (HostSlab(1 << 22, lambda *_: lambda: print('unregistered')) for _ in range(2))\n"
+        "tensors = [slab.tensor(0, 1 << 22, torch.uint8).fill_(7) for slab in (closed, left)]\n"
+        "closed.lock()\nleft.lock()\nos.fork() or sys.exit(0)\nos.wait()\nclosed.close()\n"
+        "print(*(int(tensor.sum()) for tensor in tensors))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"unregistered\n{7 << 22} {7 << 22}\n", "")
 
 
 LARGE_BYTES = 32 * HUGE_PAGE_BYTES
 """A size at which the first address is not mapped again at once after it is unmapped, though the last may be."""
 
 
-class RegisteringDriver:
-    """A driver that records whether the memory is still mapped when it is unregistered."""
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_memory_without_references_is_unregistered_once_and_then_unmapped(is_closed: bool) -> None:
+    registered: list[tuple[int, int]] = []
+    mapped_when_unregistered: list[bool] = []
 
-    def __init__(self) -> None:
-        self.mapped_when_unregistered: list[bool] = []
-        self.registered: tuple[int, int] = (0, 0)
+    def register(address: int, size_bytes: int) -> Callable[[], object]:
+        registered.append((address, size_bytes))
+        return lambda: mapped_when_unregistered.append(is_mapped(address))
 
-    def register(self, address: int, size_bytes: int) -> Callable[[], object]:
-        self.registered = (address, size_bytes)
-        return lambda: self.mapped_when_unregistered.append(is_mapped(address))
-
-
-def test_memory_without_references_is_unregistered_and_then_unmapped() -> None:
-    driver = RegisteringDriver()
-    slab = HostSlab(LARGE_BYTES, driver.register)
+    slab = HostSlab(LARGE_BYTES, register)
     first, second = slab.tensor(0, 8, torch.uint8), slab.tensor(8, 8, torch.uint8)
     slab.lock()
-    assert driver.registered == (first.data_ptr(), LARGE_BYTES)
+    assert registered == [(first.data_ptr(), LARGE_BYTES)]
+    if is_closed:
+        slab.close()
+        slab.close()
     cycle: list[object] = [slab]
     cycle.append(cycle)
     del slab, cycle
     gc.collect()
     del first
     second.fill_(7)
-    assert driver.mapped_when_unregistered == [], "a tensor over the memory is left, and may still be copied"
-    assert is_mapped(driver.registered[0])
+    assert mapped_when_unregistered == [True] * is_closed, "a tensor over the memory is left, and may still be copied"
+    assert is_mapped(registered[0][0])
     del second
-    assert driver.mapped_when_unregistered == [True]
-    assert not is_mapped(driver.registered[0])
-
-
-def test_memory_that_was_closed_is_unregistered_once() -> None:
-    driver = RegisteringDriver()
-    slab = HostSlab(LARGE_BYTES, driver.register)
-    tensor = slab.tensor(0, 8, torch.uint8)
-    slab.lock()
-    slab.close()
-    slab.close()
-    tensor.fill_(7)
-    del slab, tensor
-    gc.collect()
-    assert driver.mapped_when_unregistered == [True]
-    assert not is_mapped(driver.registered[0])
+    assert mapped_when_unregistered == [True]
+    assert not is_mapped(registered[0][0])
 
 
 SUCCESS, OUT_OF_MEMORY, NOT_REGISTERED = 0, 2, 713

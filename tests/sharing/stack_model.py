@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deep_opt_states.sharing import share_layers
 from deep_opt_states.sharing.layers import Scale
-from tests.tiny_llama import tiny_llama
-from tests.zero.parity.training import Block
+from tests.zero.parity.training import Block, Record, collect
 
 WIDTH, TOKENS = 10, 13
 BLOCK: Block = {"placement": "stride", "update_stride": 2, "unit_size": 60}
@@ -46,11 +47,9 @@ class Stack(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
+        is_reentrant = self._checkpointing == "reentrant"
         for layer in self.model.layers:
-            if self._checkpointing is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self._checkpointing == "reentrant")
+            x = layer(x) if self._checkpointing is None else checkpoint(layer, x, use_reentrant=is_reentrant)
         logits = self.head(x).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, dims=1).flatten())
 
@@ -94,11 +93,33 @@ class SharingCase:
     def make_model(self, config: dict[str, Any] | None = None) -> torch.nn.Module:
         """Return the model with shared layers, partitioned from the start if ``zero_init`` and there is a config."""
         torch.manual_seed(7)
-        if self.hugging_face:
-            model = tiny_llama(vocab_size=TOKENS, hidden_size=8, num_hidden_layers=self.layers, use_cache=False)
-            share_layers(model.model, "model.layers", every=self.every, scale=self.scale)
-            return model
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=self.zero_init and config is not None):
-            model = Stack(self.layers, checkpointing=self.checkpointing)
-        share_layers(model, "model.layers", every=self.every, scale=self.scale)
+            if self.hugging_face:
+                # Imported here: all ranks would import transformers, which is slow.
+                from tests.tiny_llama import tiny_llama
+
+                model = tiny_llama(vocab_size=TOKENS, hidden_size=8, num_hidden_layers=self.layers, use_cache=False)
+            else:
+                model = Stack(self.layers, checkpointing=self.checkpointing)
+        inner = model.model if self.hugging_face else model
+        share_layers(inner, "model.layers", every=self.every, scale=self.scale)
         return model
+
+
+def make_engine(case: SharingCase, model: torch.nn.Module, block: Block, **changes: Any) -> Any:
+    config = {**case.ds_config(block), **changes}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def train(engine: Any, micro_batches: int, before_step: Callable[[int], object] = lambda number: None) -> Record:
+    losses = []
+    for number in range(micro_batches):
+        loss = engine(tokens(dist.get_rank(), number))
+        engine.backward(loss)
+        before_step(number)
+        engine.step()
+        losses.append(loss.item())
+    record = Record(optimizer_class=type(engine.optimizer).__name__, numbers={"loss": losses})
+    collect(engine.optimizer, record)
+    return record

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from deep_opt_states.sharing import SharingError, share_layers
 from tests.ranks import ranks
-from tests.sharing.stack_model import BLOCK, SharingCase, Stack, tokens
-from tests.tiers import thorough
-from tests.zero.parity.training import Block, Record, collect, differences
+from tests.sharing.stack_model import BLOCK, SharingCase, Stack, make_engine, tokens, train
+from tests.tiny_llama import tiny_llama
+from tests.zero.parity.training import Block, Record, assert_same_bits
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,39 +58,35 @@ def gradients_of_torch(case: SharingCase, weights: Tensors) -> Tensors:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def train(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, list[str] | None]:
+def train_case(case: SharingCase, block: Block) -> tuple[Record, Tensors, Tensors, list[str] | None]:
     """Return the record of the training, the initial weights, and the gradients of the first window, by name.
 
     The plugin also returns the uses of parameters in forward, with which it predicts its updates.
     """
-    config = case.ds_config(block)
-    model = case.make_model(config)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    model = case.make_model(case.ds_config(block))
+    engine = make_engine(case, model, block)
     weights = {name: safe_get_full_fp32_param(param).clone() for name, param in model.named_parameters()}
-    record, gradients = Record(), {}
-    losses = record.numbers["loss"] = []
-    for micro_batch in range(STEPS * case.accumulation):
-        loss = engine(tokens(dist.get_rank(), micro_batch))
-        engine.backward(loss)
+    gradients: Tensors = {}
+
+    def keep_gradients(micro_batch: int) -> None:
         if micro_batch == case.accumulation - 1:
-            gradients = {name: safe_get_full_grad(param).clone() for name, param in model.named_parameters()}
-        engine.step()
-        losses.append(loss.item())
-    collect(engine.optimizer, record)
+            gradients.update((name, safe_get_full_grad(param).clone()) for name, param in model.named_parameters())
+
+    record = train(engine, STEPS * case.accumulation, keep_gradients)
     uses = None if block is None else list(engine.optimizer._running.uses)
     engine.destroy()
     return record, weights, gradients, uses
 
 
 @pytest.mark.P1
-@ranks(1, 2, thorough(3))
+@ranks(2)
 def test_shared_layers_train_as_with_stock_and_have_the_gradients_of_torch() -> None:
     for case in CASES:
         # Stock fails under reentrant checkpointing, where a shared parameter's gradient arrives once per use. Without,
         # the gradients are added in the same order, and the division by four uses is exact.
-        stock, weights, stock_gradients, _ = train(replace(case, checkpointing="non-reentrant"), None)
-        ours, _, our_gradients, uses = train(case, BLOCK)
-        assert differences(stock, ours) == [], case
+        stock, weights, stock_gradients, _ = train_case(replace(case, checkpointing="non-reentrant"), None)
+        ours, _, our_gradients, uses = train_case(case, BLOCK)
+        assert_same_bits(stock, ours)
         path, before, in_layer, after = names_of(case)
         layers = [[f"{path}.{layer}.{name}" for name in in_layer] for layer in range(case.every)]
         expected = gradients_of_torch(case, weights)
@@ -108,30 +104,20 @@ def test_shared_layers_train_as_with_stock_and_have_the_gradients_of_torch() -> 
             assert distance < (1e-6 if case.dtype == "fp32" else 0.05), (case, name)
 
 
-def replaced(model: Stack) -> Stack:
-    """Replace a parameter, as AutoTP does under ``zero.Init``."""
-    linear = model.model.layers[0].linear
-    linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
-    return model
-
-
-def unfrozen(model: Stack) -> Stack:
-    model.model.layers[0].requires_grad_(True)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "every"), [(lambda model: model, 2), (replaced, 1), (copy.deepcopy, 1), (unfrozen, 1)]
-)
-def test_mean_divides_the_sum_of_the_gradients_by_the_number_of_uses(change: Any, every: int) -> None:
-    """Check also parameters that change after sharing."""
+@pytest.mark.parametrize(("change", "every"), [("nothing", 2), ("replaced", 1), ("copied", 1), ("unfrozen", 1)])
+def test_mean_divides_the_sum_of_the_gradients_by_the_number_of_uses(change: str, every: int) -> None:
+    """Check also parameters that change after sharing. AutoTP replaces them under ``zero.Init``."""
     gradients = {}
     for scale in ("sum", "mean"):
         torch.manual_seed(5)
         model = Stack(5)
-        model.model.layers.requires_grad_(change is not unfrozen)
+        model.model.layers.requires_grad_(change != "unfrozen")
         share_layers(model, "model.layers", every=every, scale=scale)
-        model = change(model)
+        model = copy.deepcopy(model) if change == "copied" else model
+        model.model.layers.requires_grad_(True)
+        linear = model.model.layers[0].linear
+        if change == "replaced":
+            linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
         for _ in range(2):
             model.zero_grad()
             model(tokens(0, 0)).backward()
@@ -143,20 +129,9 @@ def test_mean_divides_the_sum_of_the_gradients_by_the_number_of_uses(change: Any
         assert gradient.abs().sum() > 0
 
 
-SMALL = {
-    "vocab_size": 11,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-}
-
-
 def llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(2)
-    return LlamaForCausalLM(LlamaConfig(**{**SMALL, "use_cache": False, **changes}))
+    return tiny_llama(**{"num_hidden_layers": 4, "use_cache": False, **changes}).model
 
 
 def test_a_hugging_face_model_with_shared_layers_is_saved_once_and_loaded(tmp_path: Path) -> None:
@@ -189,46 +164,16 @@ def unequal(name: str, values: list[Any]) -> Stack:
     return model
 
 
-def partly_frozen() -> Stack:
-    model = Stack(3)
-    model.model.layers[1].linear.weight.requires_grad_(False)
-    return model
-
-
-def shared_before() -> Stack:
-    model = Stack(3)
-    share_layers(model, "model.layers")
-    return model
-
-
-def wrapped(**changes: Any) -> torch.nn.Module:
-    """Return a module without a config around a Hugging Face model, as in models of text and images."""
-    return torch.nn.ModuleDict({"inner": llama(**changes)})
-
-
-def unequal_buffers() -> Stack:
-    model = Stack(3)
-    for layer, size in zip(model.model.layers, (2.0, 2.0, 3.0), strict=True):
-        layer.register_buffer("window", torch.tensor(size))
-    return model
-
-
-def caching_generation() -> LlamaForCausalLM:
-    """Return a model whose ``use_cache`` was set after it was made, when ``generate`` has a config of its own."""
-    model = llama(use_cache=True)
-    model.config.use_cache = False
-    return model
-
-
-def tied_by_list() -> LlamaForCausalLM:
-    model = llama()
-    model._tied_weights_keys = ["lm_head.weight"]
+def changed(model: Any, change: Callable[[Any], object]) -> Any:
+    change(model)
     return model
 
 
 def sliding_windows() -> Qwen2ForCausalLM:
-    changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "use_cache": False}
-    return Qwen2ForCausalLM(Qwen2Config(**SMALL, **changes))
+    shape = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4, "use_cache": False}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **heads, **windows))
 
 
 def scaled_attention() -> GPT2LMHeadModel:
@@ -236,7 +181,21 @@ def scaled_attention() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**shape, scale_attn_by_inverse_layer_idx=True))
 
 
+def partially_freeze(model: Stack) -> None:
+    model.model.layers[1].linear.weight.requires_grad_(False)
+
+
+def set_use_cache(model: LlamaForCausalLM) -> None:
+    """Change the config of a model whose ``generate`` has a config of its own."""
+    model.config.use_cache = False
+
+
+def tie_by_list(model: LlamaForCausalLM) -> None:
+    model._tied_weights_keys = ["lm_head.weight"]
+
+
 RELU, SIGMOID = torch.relu, torch.sigmoid
+WINDOWS = [torch.nn.Buffer(size) for size in torch.tensor([2, 2, 3])]
 
 
 @pytest.mark.parametrize(
@@ -247,17 +206,30 @@ RELU, SIGMOID = torch.relu, torch.sigmoid
         (partial(Stack, 3), {"every": 3}, "less than the number of layers, 3, found 3"),
         (partial(Stack, 3), {"every": 0}, "at least 1"),
         (partial(Stack, 3), {"scale": "max"}, "found 'max'"),
-        (shared_before, {}, "one layer several times"),
+        (lambda: changed(Stack(3), partial(share_layers, path="model.layers")), {}, "one layer several times"),
         (lambda: unequal("linear", [torch.nn.Linear(10, 10, bias=index < 2) for index in range(3)]), {}, "linear"),
         (lambda: unequal("norm", [torch.nn.Identity(), *(torch.nn.LayerNorm(10) for _ in range(2))]), {}, "norm"),
-        (partly_frozen, {}, "linear.weight"),
+        (lambda: changed(Stack(3), partially_freeze), {}, "linear.weight"),
         (partial(llama, use_cache=True), {}, "use_cache: must be False"),
-        (partial(wrapped, use_cache=True), {"path": "inner.model.layers"}, "inner.config.use_cache: must be False"),
+        (
+            # A module without a config around one of Hugging Face, as in models of text and images.
+            lambda: torch.nn.ModuleDict({"inner": llama(use_cache=True)}),
+            {"path": "inner.model.layers"},
+            "inner.config.use_cache: must be False",
+        ),
         (lambda: unequal("activation", [RELU, RELU, SIGMOID]), {}, "activation"),
         (lambda: unequal("sizes", [(1, 2), (1, 2), (1, 3)]), {}, "sizes"),
-        (unequal_buffers, {}, "window (shape, dtype, digest of the values)"),
-        (caching_generation, {}, "generation_config.use_cache: must be False"),
-        (tied_by_list, {}, "_tied_weights_keys: must be a dict"),
+        (
+            lambda: unequal("window", WINDOWS),
+            {},
+            "window (shape, dtype, digest of the values)",
+        ),
+        (lambda: changed(llama(use_cache=True), set_use_cache), {}, "generation_config.use_cache: must be False"),
+        (
+            lambda: changed(llama(), tie_by_list),
+            {},
+            "_tied_weights_keys: must be a dict",
+        ),
         (scaled_attention, {"path": "transformer.h"}, "scale_attn_by_inverse_layer_idx"),
         (sliding_windows, {}, "sliding"),
     ],

@@ -1,4 +1,4 @@
-"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock but for six wrappers.
+"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock but for eight wrappers.
 
 The tests start fresh interpreters, since pytest has imported the modules that must not be imported yet. This file is
 also the user's script that they start, which does not mention any plugin: only its JSON config does.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,6 @@ ZERO_3 = {"stage": 3, "sub_group_size": 64, "offload_optimizer": {"device": "cpu
 
 
 def train(config: str) -> None:
-    """Print the class of the optimizer after training."""
     import deepspeed
     import torch
 
@@ -40,26 +38,17 @@ def train(config: str) -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.backward(engine(torch.ones(2, 8, device=engine.device, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
-    # Several ranks share the output, so write the line at once.
-    sys.stdout.write(f"trained with {type(engine.optimizer).__name__}\n")
+    print(f"trained with {type(engine.optimizer).__name__}")
     end_process()
 
 
-def train_as_rank(number: int, config: str) -> None:
-    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_SIZE="2")
-    train(config)
-
-
-def spawn(config: str) -> None:
-    """Train in two children, whose parent imports neither torch nor DeepSpeed."""
+def spawn(*arguments: str) -> None:
+    """Report and train in a child, whose parent imports neither torch nor DeepSpeed."""
     assert "torch" not in sys.modules
-    context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=train_as_rank, args=(number, config)) for number in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    sys.exit(max(abs(child.exitcode or 0) for child in children))
+    child = multiprocessing.get_context("spawn").Process(target=report, args=arguments)
+    child.start()
+    child.join()
+    sys.exit(abs(child.exitcode or 0))
 
 
 def optimizer_or_error(config: str) -> dict[str, Any]:
@@ -70,7 +59,7 @@ def optimizer_or_error(config: str) -> dict[str, Any]:
     try:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     except ValueError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"optimizer": f"{type(error).__name__}: {error}"}
     optimizer_class = type(engine.optimizer)
     return {"optimizer": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}", "modules": sorted(sys.modules)}
 
@@ -83,24 +72,25 @@ def wrapped_in(module: Any) -> Iterator[str]:
                 yield f"{value.__wrapped__.__module__}.{value.__wrapped__.__qualname__}"
 
 
-def report(path: str, *configs: str) -> None:
-    """Write everything that differs from stock DeepSpeed, with an engine of each config."""
-    import torch
+def report(path: str, trained: str, *configs: str) -> None:
+    """Write everything that differs from stock DeepSpeed, with an engine of each config. Then import us, and train."""
+    import torch  # noqa: F401
+
+    with_torch = sorted(sys.modules)
+    engines = [optimizer_or_error(config) for config in configs]
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from tests.zero.process_group import end_process
-
-    engines = [optimizer_or_error(config) for config in configs]
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"]
     found = {
+        "with torch": with_torch,
         "engines": engines,
         "attributes": {name: repr(type(value)) for name, value in vars(DeepSpeedEngine).items()},
         "wrapped": sorted({name for module in modules for name in wrapped_in(module)}),
     }
-    Path(f"{path}.{os.environ['RANK']}").write_text(json.dumps(found))
-    # A process that exits while Gloo's threads are alive is sometimes aborted, with or without DeepSpeed.
-    torch.distributed.destroy_process_group()
-    end_process()
+    Path(path).write_text(json.dumps(found))
+    import deep_opt_states  # noqa: F401
+
+    train(trained)
 
 
 def write_config(path: Path, zero: dict[str, Any], **blocks: Any) -> str:
@@ -120,42 +110,51 @@ def run(*arguments: str, **changes: str) -> Finished:
     return finished
 
 
+def without_wrapt(modules: list[str]) -> set[str]:
+    return {name for name in modules if name.partition(".")[0] != "wrapt"}
+
+
 @pytest.mark.P3
-def test_the_block_enables_the_plugin_under_torchrun_and_in_spawned_children(tmp_path: Path) -> None:
-    """Check also that an import of the plugin enables it where PyTorch does not."""
-    config = write_config(tmp_path / "config.json", ZERO_3, deep_optimizer_states=BLOCK)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    launched = run(*torchrun, "--rdzv-endpoint", "127.0.0.1:0", SCRIPT, "train", config)
-    assert launched.output.count(TRAINED) == 2
-    assert run(SCRIPT, "spawn", config).output.count(TRAINED) == 2
-    script = f"import deepspeed, deep_opt_states, runpy; runpy.run_path({SCRIPT!r}, run_name='__main__')"
-    assert TRAINED in run("-c", script, "train", config, **NO_AUTOLOAD).output
+def test_the_block_enables_the_plugin_and_without_it_deepspeed_is_stock_except_for_eight_wrappers(
+    tmp_path: Path,
+) -> None:
+    """Check torchrun, a spawned child, and an import of the plugin where PyTorch does not load it; and the wrappers.
 
-
-def test_without_the_block_deepspeed_is_stock_except_for_eight_wrappers(tmp_path: Path) -> None:
-    """Check the wrappers. ``__init__`` ends updates of other engines, and the next one makes the optimizer.
-
-    The others only check: each config, each engine that has its optimizer, since stage 0 never configures a ZeRO
-    optimizer, each checkpoint, before it is loaded, and whether all of it, or of a model, was saved. A wait in
-    ``init_distributed`` is watched.
+    ``__init__`` ends updates of other engines, and ``_configure_zero_optimizer`` makes the optimizer. The others only
+    check: each config, each engine that has its optimizer, since stage 0 never configures a ZeRO optimizer, each
+    checkpoint, before it is loaded, and whether all of it, or of a model, was saved. A wait in ``init_distributed`` is
+    watched.
     """
+    with_block = write_config(tmp_path / "block.json", ZERO_3, deep_optimizer_states=BLOCK)
     no_block = write_config(tmp_path / "no_block.json", ZERO_3)
+    misspelled = write_config(tmp_path / "misspelled.json", ZERO_3, deep_opt_states=BLOCK)
     disabled = write_config(tmp_path / "disabled.json", ZERO_3, deep_optimizer_states={**BLOCK, "enabled": False})
     stage_0 = write_config(tmp_path / "stage_0.json", {"stage": 0}, deep_optimizer_states=BLOCK)
-    with_block = write_config(tmp_path / "block.json", ZERO_3, deep_optimizer_states=BLOCK)
+    hooked_report, unhooked_report = tmp_path / "hooked", tmp_path / "unhooked"
+    torchrun = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
     with ThreadPoolExecutor() as pool:
-        pool.submit(run, SCRIPT, "report", str(tmp_path / "hooked"), no_block, disabled, stage_0)
-        pool.submit(run, SCRIPT, "report", str(tmp_path / "unhooked"), no_block, with_block, **NO_AUTOLOAD)
-    hooked, unhooked = (json.loads((tmp_path / f"{name}.0").read_text()) for name in ("hooked", "unhooked"))
+        hooked_configs = (no_block, misspelled, disabled, stage_0)
+        runs = [
+            pool.submit(run, SCRIPT, "spawn", str(hooked_report), with_block, *hooked_configs),
+            pool.submit(run, SCRIPT, "report", str(unhooked_report), with_block, no_block, with_block, **NO_AUTOLOAD),
+            pool.submit(run, *torchrun, SCRIPT, "train", with_block),
+        ]
+    outputs = [one.result().output for one in runs]
+    assert [output.count(TRAINED) for output in outputs] == [1] * 3
+    assert outputs[0].count('the key "deep_opt_states" in the DeepSpeed config has no effect') == 1
+    hooked, unhooked = (json.loads(path.read_text()) for path in (hooked_report, unhooked_report))
+    assert without_wrapt(hooked["with torch"]) - set(unhooked["with torch"]) == ACTIVATION_MODULES
     *with_stock, refused = hooked["engines"]
-    assert [engine["optimizer"] for engine in (*with_stock, *unhooked["engines"])] == [STOCK] * 4
-    assert refused["error"].startswith("Unsupported: ")
-    assert "zero_optimization.stage: must be 3, found 0." in refused["error"]
+    assert [engine["optimizer"] for engine in (*with_stock, *unhooked["engines"])] == [STOCK] * 5
+    assert refused["optimizer"].startswith("Unsupported: ")
+    assert "zero_optimization.stage: must be 3, found 0." in refused["optimizer"]
 
-    modules, stocks_modules = (set(found["engines"][0]["modules"]) for found in (hooked, unhooked))
-    # DeepSpeed has loaded an extension, whose lock may have been left by a build that was killed.
-    assert without_wrapt(modules) - stocks_modules == ACTIVATION_MODULES | {"deep_opt_states.waiting"}
-    assert stocks_modules <= modules
+    stocks_modules = set(unhooked["engines"][0]["modules"])
+    # A warning of a misspelled key loads no module either. DeepSpeed has loaded an extension, whose lock may have been
+    # left by a build that was killed.
+    for engine in with_stock[:2]:
+        assert without_wrapt(engine["modules"]) - stocks_modules == ACTIVATION_MODULES | {"deep_opt_states.waiting"}
+        assert stocks_modules <= set(engine["modules"])
 
     saving = ("save_16bit_model", "save_checkpoint")
     methods = ("__init__", "_configure_zero_optimizer", "_do_sanity_check", "load_checkpoint", *saving)
@@ -167,37 +166,10 @@ def test_without_the_block_deepspeed_is_stock_except_for_eight_wrappers(tmp_path
     assert {name for name, _ in hooked["attributes"].items() ^ unhooked["attributes"].items()} == set(methods)
 
 
-def without_wrapt(modules: set[str]) -> set[str]:
-    return {name for name in modules if name.partition(".")[0] != "wrapt"}
-
-
-def test_rank_0_logs_once_that_a_block_has_no_effect(tmp_path: Path) -> None:
-    """Check two engines of each config on each of two ranks: all train with stock DeepSpeed."""
-    misspelled = write_config(tmp_path / "misspelled.json", ZERO_3, deep_opt_states=BLOCK)
-    config = write_config(tmp_path / "config.json", ZERO_3, deep_optimizer_states=BLOCK)
-    arguments = [SCRIPT, "report", str(tmp_path / "report"), misspelled, misspelled, config, config]
-    ranks = run_ranks(2, arguments, timeout_s=120, DEEP_OPT_STATES="0")
-    for rank, finished in enumerate(ranks):
-        assert finished.returncode == 0, finished.output[-5000:]
-        engines = json.loads((tmp_path / f"report.{rank}").read_text())["engines"]
-        assert [engine["optimizer"] for engine in engines] == [STOCK] * 4
-        # The warning loads no module of the plugin that needs torch: neither the config nor a class.
-        assert "deep_opt_states.config" not in engines[1]["modules"]
-    for line in (
-        "switched off by DEEP_OPT_STATES=0",
-        'the key "deep_opt_states" in the DeepSpeed config has no effect',
-    ):
-        assert [finished.output.count(line) for finished in ranks] == [1, 0]
-
-
-def test_import_torch_alone_loads_only_the_activation_and_survives_a_broken_wrapt(tmp_path: Path) -> None:
-    script = "import sys, torch; print(*sorted(sys.modules), sep='\\n')"
-    hooked, unhooked = (set(run("-c", script, **changes).output.splitlines()) for changes in ({}, NO_AUTOLOAD))
-    assert without_wrapt(hooked) - unhooked == ACTIVATION_MODULES
+def test_import_torch_survives_a_broken_wrapt_also_if_warnings_are_errors(tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise RuntimeError('broken')\n")
-    # This also holds if warnings are errors.
-    output = run("-W", "error", "-c", script, PYTHONPATH=str(tmp_path)).output
-    assert "\ntorch\n" in output
+    output = run("-W", "error", "-c", "import torch; print('imported')", PYTHONPATH=str(tmp_path)).output
+    assert "imported\n" in output
     assert "the plugin cannot be activated: RuntimeError: broken" in output
 
 
@@ -212,7 +184,6 @@ class ChangedConfig:
 def test_a_deepspeed_without_the_wrapped_functions_refuses_a_config_with_the_block(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Check that stock still reads a config without the block, and one whose block is not enabled."""
     import deepspeed
 
     from deep_opt_states import activation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from importlib.util import find_spec
@@ -42,15 +41,10 @@ def test_other_spellings_resemble_our_key_but_no_key_of_deepspeed_does() -> None
     assert all(map(resembles_config_key, MISSPELLINGS))
     spec = find_spec("deepspeed")
     assert spec is not None
-    keys: set[str] = set()
-    for path in Path(str(spec.origin)).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
-                keys.add(node.value)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                # This is a field of a pydantic model.
-                keys.add(node.target.id)
-    keys = {key for key in keys if re.fullmatch(r"\w[\w. -]*", key)}
+    source = "".join(path.read_text() for path in Path(str(spec.origin)).parent.rglob("*.py"))
+    # Strings, and the fields of pydantic models.
+    found = re.findall(r"[\"'](\w[\w. -]*)[\"']|^    (\w+): ", source, re.MULTILINE)
+    keys = {text or field for text, field in found}
     assert {"optimizer", "bf16", "datastates_ckpt", "offload_optimizer", "deepcompile"} <= keys
     assert [key for key in (*keys, "zero_optimization.stage", CONFIG_KEY, "", 1) if resembles_config_key(key)] == []
 
@@ -96,22 +90,13 @@ def test_a_config_that_contains_itself_is_searched_once() -> None:
     assert [block.path for block in ignored_blocks({"inner": inner})] == [("inner", "deep_opt_states")]
 
 
-ACCELERATE_YAML = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  zero_stage: 3
-  offload_optimizer_device: cpu
-  KEY: {}
-mixed_precision: bf16
-num_machines: 1
-num_processes: 1
-"""
-
-
 def launched_fields(key: str, folder: Path) -> str:
     """Return the keys that Accelerate's launcher passes on to a script, for a YAML file with ``key``."""
-    (folder / "accelerate.yaml").write_text(ACCELERATE_YAML.replace("KEY", key))
+    block = {"zero_stage": 3, "offload_optimizer_device": "cpu", key: {}}
+    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "deepspeed_config": block}
+    # JSON is YAML.
+    content = {**config, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 1}
+    (folder / "accelerate.yaml").write_text(json.dumps(content))
     arguments = ["--config_file", str(folder / "accelerate.yaml"), "script.py"]
     with mock.patch.object(launch, "deepspeed_launcher") as launcher:
         launch.launch_command(launch.launch_command_parser().parse_args(arguments))
@@ -163,7 +148,7 @@ OLDER_STAGES: list[dict[str, Any]] = [
             "offload_optimizer": {"device": "none"},
             "stage3_gather_16bit_weights_on_model_save": False,
             "elastic_checkpoint": True,
-        },
+        }
     },
 ]
 COMMON = {
@@ -184,16 +169,15 @@ HINTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 """A config, and parts of the first line that is logged when a framework reads it; none if nothing is logged."""
 
 
-def read_by_trainer(config: dict[str, Any]) -> dict[str, Any]:
-    return HfTrainerDeepSpeedConfig(config).config
-
-
-def read_by_accelerate(config: dict[str, Any]) -> dict[str, Any]:
-    return DeepSpeedPlugin(hf_ds_config=config).deepspeed_config
-
-
 @pytest.mark.P6
-@pytest.mark.parametrize("read_by", [read_by_trainer, read_by_accelerate])
+@pytest.mark.parametrize(
+    "read_by",
+    [
+        lambda config: HfTrainerDeepSpeedConfig(config).config,
+        lambda config: DeepSpeedPlugin(hf_ds_config=config).deepspeed_config,
+    ],
+    ids=["Trainer", "Accelerate"],
+)
 def test_frameworks_name_what_will_be_refused_before_weights_are_loaded(read_by: Any, logged: list[str]) -> None:
     for config, parts in HINTS:
         logged.clear()

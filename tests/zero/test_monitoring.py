@@ -15,18 +15,16 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.utils import nvtx
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from torch import profiler
 
 from deep_opt_states.cli.main import main
 from deep_opt_states.report.folder import RecordedRun
-from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.zero.internals import spans, timers
 from perf_model.prediction.timeline import Phase, seconds_of
-from perf_model.schedule.action import Action
 from perf_model.schedule.placement import Placement
+from tests.kernels.intercepted import before_each_update
 from tests.model.profiles import RATES, profile
 from tests.ranks import on_ranks
 from tests.zero.parity.case import STRIDE_2, Case
@@ -54,14 +52,11 @@ class Wandb(ModuleType):
         self.logged += [(step, name, float(value)) for name, value in data.items()]
 
 
-def case_of(steps: int, **options: Any) -> Case:
-    return Case(name="monitored", blocks=(), world_size=dist.get_world_size(), steps=steps, **options)
-
-
 def monitored(folder: Path, hardware: str) -> dict[str, Any]:
     """Train with a monitor and a recorded run; one of the seven steps overflows."""
     extra = {"steps_per_print": 2, "wandb": {"enabled": True}}
-    case = case_of(STEPS, poisoned={OVERFLOWS_IN: float("inf")}, extra=extra)
+    poisoned = {OVERFLOWS_IN: float("inf")}
+    case = Case(name="monitored", blocks=(), world_size=2, steps=STEPS, poisoned=poisoned, extra=extra)
     wandb = sys.modules["wandb"] = Wandb()
     block = {**STRIDE_2, "log_every": LOG_EVERY, "profile": hardware, "report": str(folder / "run")}
     with shared_folder() as checkpoints, closing_engine(case, block) as engine:
@@ -78,15 +73,10 @@ def all_threads() -> Any:
 
 def timed() -> dict[str, Any]:
     """Return the seconds of DeepSpeed's ``step`` timer and of slow exposed updates, and the events of a profiler."""
-    case, cpu_step = case_of(1, extra={"wall_clock_breakdown": True}), Actions._cpu_step
+    case = Case(name="timed", blocks=(), world_size=2, steps=1, extra={"wall_clock_breakdown": True})
     step_s: list[float] = []
     exposed_s: list[float] = []
-
-    def slow(self: Actions, action: Action) -> None:
-        time.sleep(SLOWED_S)
-        cpu_step(self, action)
-
-    slowed = mock.patch.object(Actions, "_cpu_step", slow)
+    slowed = before_each_update(lambda update: time.sleep(SLOWED_S))
     with slowed, closing_engine(case, STRIDE_2) as engine, shared_folder() as folder:
         report, updated = engine.optimizer.report, engine.optimizer.report.updated
 
@@ -216,15 +206,15 @@ def test_a_profiler_may_be_started_and_stopped_inside_a_span() -> None:
     assert "inside" in [event.name for event in started.events()]
 
 
-def test_a_span_is_in_the_domain_of_deepspeed_and_ends_if_its_action_fails() -> None:
-    for named in ({"domain": "DeepSpeed"}, {}):
-        accelerator = mock.Mock(supports_nvtx_domain=bool(named))
-        with mock.patch.object(spans, "get_accelerator", return_value=accelerator):
-            with pytest.raises(OSError, match="out of memory"), spans.ActionSpan("CPU_STEP 4"):
-                raise OSError("out of memory")
-            with mock.patch.object(nvtx, "enable_nvtx", False), spans.ActionSpan("PUBLISH 4"):
-                pass
-        assert accelerator.mock_calls == [mock.call.range_push("CPU_STEP 4", **named), mock.call.range_pop(**named)]
+@pytest.mark.parametrize("named", [{"domain": "DeepSpeed"}, {}])
+def test_a_span_is_in_the_domain_of_deepspeed_and_ends_if_its_action_fails(named: dict[str, str]) -> None:
+    accelerator = mock.Mock(supports_nvtx_domain=bool(named))
+    with mock.patch.object(spans, "get_accelerator", return_value=accelerator):
+        with pytest.raises(OSError, match="out of memory"), spans.ActionSpan("CPU_STEP 4"):
+            raise OSError("out of memory")
+        with mock.patch.object(nvtx, "enable_nvtx", False), spans.ActionSpan("PUBLISH 4"):
+            pass
+    assert accelerator.mock_calls == [mock.call.range_push("CPU_STEP 4", **named), mock.call.range_pop(**named)]
 
 
 def test_the_timer_waits_for_the_device_only_if_the_user_requests_it() -> None:

@@ -184,26 +184,21 @@ def foreign_private_names(source: str, ours: set[str]) -> Iterator[tuple[int, st
     """
     own = ours - names_of_deepspeed()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and inherits_from_stock(node):
+        if isinstance(node, ast.ClassDef) and {STOCK, OUR_BASE} & names_of_bases(node):
             yield from inherited_private_names(node)
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             if not is_self(node.value) and not is_super(node.value) and node.attr not in own:
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("deep_opt_states"):
-            yield from ((node.lineno, alias.name) for alias in node.names if is_private(alias.name))
-        elif isinstance(node, ast.Import):
-            yield from (
-                (node.lineno, alias.name) for alias in node.names if any(map(is_private, alias.name.split(".")))
-            )
-        elif isinstance(node, ast.Constant) and names_attribute_of_deepspeed(node.value):
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if not (getattr(node, "module", None) or "").startswith("deep_opt_states"):
+                yield from ((node.lineno, one.name) for one in node.names if any(map(is_private, one.name.split("."))))
+        elif isinstance(node, ast.Constant) and names_attribute_of_deepspeed(str(node.value)):
             yield node.lineno, node.value
 
 
-def names_attribute_of_deepspeed(constant: object) -> bool:
-    """Return whether a constant is a private name of DeepSpeed, and not a suffix such as ``_bytes_per_s``."""
-    if not isinstance(constant, str) or not is_private(constant):
-        return False
-    return constant in names_of_deepspeed() or is_mangled(constant)
+def names_attribute_of_deepspeed(text: str) -> bool:
+    """Return whether it is such a name, and not a suffix as ``_bytes_per_s``. Python makes ``_Class__name`` of two."""
+    return is_private(text) and (text in names_of_deepspeed() or bool(re.match(r"_[A-Za-z]\w*?__", text)))
 
 
 def inherited_private_names(subclass: ast.ClassDef) -> Iterator[tuple[int, str]]:
@@ -212,18 +207,10 @@ def inherited_private_names(subclass: ast.ClassDef) -> Iterator[tuple[int, str]]
     own = defined_private_names([ast.unparse(subclass), *inherited])
     for member in subclass.body:
         for node in ast.walk(member):
-            if not isinstance(node, ast.Attribute) or not is_private(node.attr):
-                continue
-            if is_super(node.value):
-                foreign = node.attr != getattr(member, "name", None)
-            else:
-                foreign = is_self(node.value) and node.attr not in own
-            if foreign:
-                yield node.lineno, node.attr
-
-
-def inherits_from_stock(node: ast.ClassDef) -> bool:
-    return bool({STOCK, OUR_BASE} & names_of_bases(node))
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                beyond_hook = is_super(node.value) and node.attr != getattr(member, "name", None)
+                if beyond_hook or (is_self(node.value) and node.attr not in own):
+                    yield node.lineno, node.attr
 
 
 def names_of_bases(node: ast.ClassDef) -> set[str]:
@@ -232,12 +219,6 @@ def names_of_bases(node: ast.ClassDef) -> set[str]:
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
-
-
-def is_mangled(name: str) -> bool:
-    """Return whether Python makes this name of an attribute with two underscores: ``_Class__name``."""
-    owner, _, attribute = name.partition("__")
-    return owner[1:].isidentifier() and attribute.isidentifier()
 
 
 def is_self(node: ast.AST) -> bool:

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,24 +27,10 @@ from torch.utils._pytree import tree_flatten
 
 from tests.ranks import on_ranks
 from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, Case, by_sub_group
-from tests.zero.parity.cases import ALL_ON_DISK, ON_DISK, OTHER_RULES, PLANNED_REST, RULES, SOME_ON_DISK
-from tests.zero.parity.training import (
-    Block,
-    Record,
-    closing_engine,
-    collect,
-    differences,
-    run_resumed,
-    train,
-)
+from tests.zero.parity.cases import ALL_ON_DISK, ON_DISK, SOME_ON_DISK
+from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, differences, recorded, train
 
-CASE = Case(
-    name="checkpoints",
-    blocks=(),
-    steps=3,
-    clip=0.5,
-    zero={"stage3_gather_16bit_weights_on_model_save": True},
-)
+CASE = Case(name="checkpoints", blocks=(), steps=3, clip=0.5, zero={"stage3_gather_16bit_weights_on_model_save": True})
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 MIXED = by_sub_group("resident", "cpu", "streamed", "cpu", "streamed")
 VARIANTS: dict[str, Block] = {"stock": None, "ours": STRIDE_2}
@@ -54,30 +41,16 @@ def make_case(**changes: Any) -> Case:
     return replace(CASE, world_size=dist.get_world_size(), **changes)
 
 
-@dataclass(frozen=True)
-class Places:
-    """The addresses of the states, the kernels that update them, and the number of memory reservations."""
-
-    addresses: tuple[int, ...]
-    kernels: tuple[int, ...]
-    reserved: int
-
-    @classmethod
-    def from_optimizer(cls, optimizer: Any) -> Places:
-        """Return the places of the states, and check that DeepSpeed's attributes show the tensors that are updated."""
-        masters = optimizer.fp32_partitioned_groups_flat
-        keys = ("exp_avg", "exp_avg_sq")
-        shown = [(master, *(optimizer.optimizer.state[master][key] for key in keys)) for master in masters]
-        updated = [
-            (tensors.master, tensors.exp_avg, tensors.exp_avg_sq) for tensors in optimizer._running.memory.sub_groups
-        ]
-        addresses, updated_addresses = (
-            [tensor.data_ptr() for sub_group in sub_groups for tensor in sub_group] for sub_groups in (shown, updated)
-        )
-        assert addresses == updated_addresses
-        assert len(set(addresses)) == len(addresses) >= 15
-        kernels = (optimizer._running.executor, optimizer._running.executor._actions, *optimizer._assembly.kernels)
-        return cls(tuple(addresses), tuple(map(id, kernels)), len(optimizer.accounting_device.reserved))
+def places_of(optimizer: Any) -> list[int]:
+    """Return the addresses of the states, which DeepSpeed's attributes show, and the number of memory reservations."""
+    state, masters = optimizer.optimizer.state, optimizer.fp32_partitioned_groups_flat
+    shown = [(master, state[master]["exp_avg"], state[master]["exp_avg_sq"]) for master in masters]
+    memory = optimizer._running.memory.sub_groups
+    updated = [(tensors.master, tensors.exp_avg, tensors.exp_avg_sq) for tensors in memory]
+    addresses, updated_addresses = ([tensor.data_ptr() for tensor in chain(*each)] for each in (shown, updated))
+    assert addresses == updated_addresses
+    assert len(set(addresses)) == len(addresses) >= 15
+    return [*addresses, len(optimizer.accounting_device.reserved)]
 
 
 @contextmanager
@@ -86,17 +59,10 @@ def states_stay_in_place(optimizer: Any) -> Iterator[None]:
 
     With bf16 masters, a load puts the moments in another dtype, which needs other slots.
     """
-    if not hasattr(optimizer, "plan") or CASE.states == "bf16-masters":
-        yield
-        return
-    before = Places.from_optimizer(optimizer)
+    is_checked = hasattr(optimizer, "plan") and CASE.states != "bf16-masters"
+    before = places_of(optimizer) if is_checked else None
     yield
-    assert Places.from_optimizer(optimizer) == before
-
-
-def assert_same(expected: Record, found: Record, label: object = "") -> None:
-    assert len(expected.tensors) >= 30
-    assert differences(expected, found) == [], label
+    assert not is_checked or places_of(optimizer) == before
 
 
 def resume_in_fresh_engine(block: Block, folder: Path, case: Case | None = None, **load_options: Any) -> Record:
@@ -105,12 +71,6 @@ def resume_in_fresh_engine(block: Block, folder: Path, case: Case | None = None,
         path, _ = engine.load_checkpoint(str(folder), **load_options)
         assert path is not None
         return train(engine, case, folder)
-
-
-def state_of(engine: Any) -> Record:
-    found = Record()
-    collect(engine.optimizer, found)
-    return found
 
 
 def save(folder: Path) -> None:
@@ -148,23 +108,15 @@ def resume(folder: Path) -> None:
     """Export checkpoints of stock and of the plugin, and resume them with other placements and numbers of slots."""
     stock, ours = (Record(tensors=get_fp32_state_dict_from_zero_checkpoint(str(folder / name))) for name in VARIANTS)
     assert len(stock.tensors) == 8
-    assert differences(stock, ours) == [], "zero_to_fp32"
+    assert_same_bits(stock, ours)
     expected = resume_in_fresh_engine(None, folder / "stock")
-    assert_same(expected, resume_in_fresh_engine(None, folder / "ours"), "ours to stock")
+    assert_same_bits(expected, resume_in_fresh_engine(None, folder / "ours"))
     for block in (STREAMED_ONE_SLOT, MIXED):
         with closing_engine(make_case(), block) as engine:
             for saved_by in VARIANTS:
                 with states_stay_in_place(engine.optimizer):
                     engine.load_checkpoint(str(folder / saved_by))
-                    assert_same(expected, train(engine, make_case(), folder), f"{saved_by} to {block}")
-
-
-def another_set_of_rules(folder: Path) -> None:
-    """Load checkpoints that were saved under rules by name with stock and under other rules, and the other way."""
-    expected = run_resumed(make_case(), None, None)
-    ways: list[tuple[Block, Block]] = [(RULES, OTHER_RULES), (OTHER_RULES, PLANNED_REST), (PLANNED_REST, None)]
-    for saved_by, resumed_by in ways:
-        assert_same(expected, run_resumed(make_case(), saved_by, resumed_by), f"{saved_by} to {resumed_by}")
+                    assert_same_bits(expected, train(engine, make_case(), folder))
 
 
 def tags(folder: Path) -> None:
@@ -172,7 +124,7 @@ def tags(folder: Path) -> None:
     stock, ours = (save_and_load_by_tag(block, folder / name) for name, block in VARIANTS.items())
     assert len(stock) == 7
     for name, expected in stock.items():
-        assert_same(expected, ours[name], name)
+        assert_same_bits(expected, ours[name])
 
 
 def save_and_load_by_tag(block: Block, folder: Path) -> dict[str, Record]:
@@ -181,10 +133,10 @@ def save_and_load_by_tag(block: Block, folder: Path) -> dict[str, Record]:
     with closing_engine(make_case(), block) as engine, states_stay_in_place(engine.optimizer):
         train(engine, make_case(), folder)
         engine.save_checkpoint(str(folder), tag="first")
-        first = state_of(engine)
+        first = recorded(engine)
         train(engine, make_case(), folder)
         engine.save_checkpoint(str(folder), tag="second", save_latest=False)
-        second = state_of(engine)
+        second = recorded(engine)
         assert (folder / "latest").read_text() == "first"
         engine.save_16bit_model(str(folder / "16bit"))
         weights = torch.load(folder / "16bit" / "pytorch_model.bin") if dist.get_rank() == 0 else {}
@@ -194,9 +146,9 @@ def save_and_load_by_tag(block: Block, folder: Path) -> dict[str, Record]:
         found["zero_to_fp32"] = replace(second, tensors={**second.tensors, **whole})
         train(engine, make_case(), folder)
         engine.load_checkpoint(str(folder))
-        assert_same(first, state_of(engine), "latest")
+        assert_same_bits(first, recorded(engine))
         engine.load_checkpoint(str(folder), tag="second")
-        assert_same(second, state_of(engine), "the second tag")
+        assert_same_bits(second, recorded(engine))
         found["in process"] = train(engine, make_case(), folder)
         assert engine.load_checkpoint(str(folder / "nowhere")) == (None, None)
         found["nothing to load"] = train(engine, make_case(), folder)
@@ -245,9 +197,9 @@ def missing_moments(folder: Path) -> None:
         stock = resume_in_fresh_engine(None, incomplete)
         assert differences(expected, stock) != [], missing
         with closing_engine(make_case(), MIXED) as engine, states_stay_in_place(engine.optimizer):
-            for engine_state in ("fresh", "in process"):
+            for _ in ("a fresh engine", "a trained one"):
                 engine.load_checkpoint(str(incomplete))
-                assert_same(stock, train(engine, make_case(), folder), (missing, engine_state))
+                assert_same_bits(stock, train(engine, make_case(), folder))
 
 
 def asynchronous_writer(folder: Path) -> None:
@@ -260,22 +212,22 @@ def asynchronous_writer(folder: Path) -> None:
         with closing_engine(case, MIXED) as engine, states_stay_in_place(engine.optimizer):
             assert engine.checkpoint_engine.is_decoupled() == decoupled
             train(engine, case, root)
-            saved = state_of(engine)
+            saved = recorded(engine)
             with suspended(engine.checkpoint_engine):
                 engine.save_checkpoint(str(root))
                 # DeepSpeed waits for the writer before the next step, but not before a setter.
                 for param in engine.module.parameters():
                     safe_set_local_optimizer_state(param, torch.full_like(param.ds_tensor, 0.5), "exp_avg")
             continued = train(engine, case, root)
-            later = state_of(engine)
+            later = recorded(engine)
             engine.save_checkpoint(str(root), tag="at the end")
         assert differences(saved, later) != []
         with closing_engine(make_case(), None) as engine:
             engine.load_checkpoint(str(root), tag=FIRST_TAG)
-            assert_same(saved, state_of(engine), case)
+            assert_same_bits(saved, recorded(engine))
             assert differences(continued, train(engine, make_case(), folder)) != [], "the setter has had no effect"
             engine.load_checkpoint(str(root), tag="at the end")
-            assert_same(later, state_of(engine), "the checkpoint that was written when the engine was destroyed")
+            assert_same_bits(later, recorded(engine))
 
 
 @contextmanager
@@ -293,8 +245,8 @@ def universal(folder: Path) -> None:
     """Load universal checkpoints on another number of ranks than saved them, and compare with stock."""
     case = make_case(extra=UNIVERSAL)
     expected = resume_in_fresh_engine(None, folder / "stock", case)
-    assert_same(expected, resume_in_fresh_engine(None, folder / "ours", case), "ours to stock")
-    assert_same(expected, resume_in_fresh_engine(MIXED, folder / "stock", case), "stock to ours")
+    assert_same_bits(expected, resume_in_fresh_engine(None, folder / "ours", case))
+    assert_same_bits(expected, resume_in_fresh_engine(MIXED, folder / "stock", case))
 
 
 def universal_without_optimizer_states(folder: Path) -> None:
@@ -304,69 +256,42 @@ def universal_without_optimizer_states(folder: Path) -> None:
     for load_options in ({"load_optimizer_states": False}, {"load_module_only": True}):
         stock = resume_in_fresh_engine(None, folder / "stock", case, **load_options)
         assert differences(whole, stock) != []
-        assert_same(stock, resume_in_fresh_engine(MIXED, folder / "ours", case, **load_options), load_options)
+        assert_same_bits(stock, resume_in_fresh_engine(MIXED, folder / "ours", case, **load_options))
 
 
-@dataclass(frozen=True)
-class CheckpointJob:
-    """A function that asserts its result, called on each of ``ranks`` with a folder.
-
-    If ``saved_on`` is given, the folder contains checkpoints that this number of ranks has saved. ``converted`` ones
-    are universal, too. The job runs with these ``states``: "disk", or values of ``plan --states``.
-    """
-
-    run: Callable[[Path], None]
-    ranks: int
-    saved_on: int = 0
-    converted: bool = False
-    states: tuple[str, ...] = ("fp32",)
-
-
-JOBS = {
+JOBS: list[tuple[str, Callable[[Path], None], int, int]] = [
     # Parity resumes with states on disk.
-    "resume": CheckpointJob(resume, 2, saved_on=2, states=("fp32", "bf16-masters", "bf16")),
-    "missing moments": CheckpointJob(missing_moments, 1, saved_on=1),
-    "another set of rules": CheckpointJob(another_set_of_rules, 2),
+    *((states, resume, 2, 2) for states in ("fp32", "bf16-masters", "bf16")),
+    ("fp32", missing_moments, 1, 1),
     # A load with bf16 masters puts the moments in another dtype, with stock, too: the job would find other states.
-    "tags": CheckpointJob(tags, 2, states=("fp32", "bf16")),
-    "latest is written last": CheckpointJob(latest_is_written_last, 2),
-    "asynchronous writer": CheckpointJob(asynchronous_writer, 1),
-    "universal, 1 to 2 ranks": CheckpointJob(universal, 2, saved_on=1, converted=True, states=("fp32", "disk")),
-    "universal, 2 to 1 ranks": CheckpointJob(universal, 1, saved_on=2, converted=True, states=("bf16-masters", "bf16")),
-    "universal, 2 to 4 ranks": CheckpointJob(universal, 4, saved_on=2, converted=True),
-    "universal, without optimizer states": CheckpointJob(
-        universal_without_optimizer_states, 1, saved_on=1, converted=True
-    ),
-}
+    *((states, tags, 2, 0) for states in ("fp32", "bf16")),
+    ("fp32", latest_is_written_last, 2, 0),
+    ("fp32", asynchronous_writer, 1, 0),
+    *((states, universal, 2, 1) for states in ("fp32", "disk")),
+    *((states, universal, 1, 2) for states in ("bf16-masters", "bf16")),
+    ("fp32", universal_without_optimizer_states, 1, 1),
+]
+"""The states, "disk" or values of ``plan --states``; a function that asserts its result; its number of ranks.
 
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """Folders with the checkpoints of ``VARIANTS``, saved and converted when a test first needs them."""
-
-    root: Path
-
-    def saved(self, states: str, world_size: int) -> Path:
-        folder = self.root / states / str(world_size)
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            run_with(states, save, world_size, folder)
-        return folder
-
-    def converted(self, states: str, world_size: int) -> Path:
-        folder = self.saved(states, world_size)
-        if not (folder / "ours" / "universal").exists():
-            run_with(states, convert, 1, folder, group=nullcontext)
-        return folder
+The last value is the number of ranks that have saved the checkpoints which it finds in its folder, or 0 if it finds
+none.
+"""
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the checkpoints of ``VARIANTS``, saved and converted when a test first needs them."""
+    return tmp_path_factory.mktemp("checkpoints")
 
 
-def run_with(states: str, job: Callable[[Path], None], world_size: int, folder: Path, **options: Any) -> None:
-    on_ranks(world_size, run_on_this_rank, states, job, folder, **options)
+def prepared(root: Path, states: str, world_size: int, *, converted: bool) -> Path:
+    folder = root / states / str(world_size)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        on_ranks(world_size, run_on_this_rank, states, save, folder)
+    if converted and not (folder / "ours" / "universal").exists():
+        on_ranks(1, run_on_this_rank, states, convert, folder, group=nullcontext)
+    return folder
 
 
 def run_on_this_rank(states: str, job: Callable[[Path], None], folder: Path) -> None:
@@ -386,16 +311,12 @@ def convert(folder: Path) -> None:
 
 @pytest.mark.P4
 @pytest.mark.parametrize(
-    ("states", "name"),
-    [
-        pytest.param(states, name, marks=pytest.mark.xdist_group(f"checkpoints {states}"))
-        for name, job in JOBS.items()
-        for states in job.states
-    ],
+    ("states", "job", "world_size", "saved_on"),
+    [pytest.param(*job, marks=pytest.mark.xdist_group(f"checkpoints {job[0]}")) for job in JOBS],
 )
 def test_checkpoints_are_saved_and_loaded_as_with_stock(
-    states: str, name: str, checkpoints: Checkpoints, tmp_path: Path
+    states: str, job: Callable[[Path], None], world_size: int, saved_on: int, root: Path, tmp_path: Path
 ) -> None:
-    job = JOBS[name]
-    prepared = checkpoints.converted if job.converted else checkpoints.saved
-    run_with(states, job.run, job.ranks, prepared(states, job.saved_on) if job.saved_on else tmp_path)
+    is_universal = job in (universal, universal_without_optimizer_states)
+    folder = prepared(root, states, saved_on, converted=is_universal) if saved_on else tmp_path
+    on_ranks(world_size, run_on_this_rank, states, job, folder)

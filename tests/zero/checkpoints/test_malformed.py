@@ -14,25 +14,31 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 
 from deep_opt_states.zero.checkpoint_check import CheckpointError
 from tests.ranks import on_ranks
 from tests.zero.parity.case import STRIDE_2, Case
-from tests.zero.parity.training import Record, closing_engine, collect, differences, shared_folder, train
+from tests.zero.parity.training import Record, closing_engine, differences, recorded, shared_folder, train
 
 STEPS = 3
 TAG = f"global_step{STEPS}"
 
 MISSING = object()
 OTHER_VALUES = (None, True, -1, 10**30, math.nan, "", "text", b"\0", [], {}, {"a": 1}, (1, 2), torch.zeros(3), object)
-
+STATE = OPTIMIZER_STATE_DICT, OPTIMIZER_STATE_DICT, "state", 0
+FAIL_LATER = {
+    "model_states.pt": [(("mp_world_size",), 2)],
+    "optim_states.pt": [((*STATE, "step"), None), ((*STATE, "exp_avg_sq"), MISSING)],
+}
+"""Values with which stock's load or update fails."""
 
 Damage = Callable[[Path], object]
 
@@ -52,6 +58,8 @@ def damages(good: Path) -> dict[str, tuple[str, Damage]]:
             found[f"another value in {kind} {keys}"] = file, partial(change, keys, next(others))
             if len(keys) == 1:
                 found[f"no value in {kind} {keys}"] = file, partial(change, keys, MISSING)
+        for keys, value in FAIL_LATER[kind]:
+            found[f"{value} in {kind} {keys}"] = file, partial(change, keys, value)
         other = min(file for file in (good / TAG).glob("*.pt") if file != path)
         ways: dict[str, Damage] = {
             "an empty file": lambda path: path.write_bytes(b""),
@@ -98,7 +106,6 @@ def change(keys: tuple[Any, ...], value: Any, path: Path) -> None:
 
 
 def overwrite(share: float, path: Path) -> None:
-    """Replace 20 bytes after this share of the file."""
     content = bytearray(path.read_bytes())
     begin = int(share * len(content))
     content[begin : begin + 20] = b"\xa5" * len(content[begin : begin + 20])
@@ -116,7 +123,6 @@ def replace_by_a_pipe(path: Path) -> None:
 
 
 def digest_of(folder: Path) -> str:
-    """Return a digest of the names and the content of all files in ``folder``."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         digest.update(str(path).encode())
@@ -134,10 +140,9 @@ class Loaded:
 
     @classmethod
     def from_engine(cls, engine: Any) -> Loaded:
-        states = Record()
-        collect(engine.optimizer, states)
         counts = (engine.global_steps, engine.skipped_steps, engine.global_samples, engine.lr_scheduler.state_dict())
-        return cls(states, f"{counts} {[hyperparameters_of(group) for group in engine.optimizer.param_groups]}")
+        groups = [{key: group[key] for key in group if key != "params"} for group in engine.optimizer.param_groups]
+        return cls(recorded(engine), f"{counts} {groups}")
 
     def differences(self, found: Loaded) -> list[str]:
         counts = [] if self.counts == found.counts else [f"counts: {self.counts}, found {found.counts}"]
@@ -148,52 +153,31 @@ class Loaded:
         return [*counts, *differences(self.states, found.states)]
 
 
-def hyperparameters_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def load(stock: Any, ours: Any, damaged: Path, now: Path) -> tuple[str, list[str]]:
+    """Load the damaged checkpoint, and return "refused" or "loaded", with the problems of this rank.
 
-
-def has_all_states(optimizer: Any) -> bool:
-    """Return whether every sub-group has moments."""
-    return all(optimizer.state[master] for master in optimizer.fp32_partitioned_groups_flat)
-
-
-class Loader:
-    """Both engines, whose states are the same, and a checkpoint of these states in the folder ``now``."""
-
-    def __init__(self, stock: Any, ours: Any, now: Path) -> None:
-        self.stock, self.ours, self.now = stock, ours, now
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Load the damaged checkpoint, and return "refused" or "loaded", with the problems of this rank."""
-        before, files = Loaded.from_engine(self.ours), digest_of(folder)
-        try:
-            self.ours.load_checkpoint(str(folder))
-        except CheckpointError as error:
-            return {
-                "outcome": "refused",
-                "message": str(error),
-                "problems": [
-                    *three_parts_missing(str(error)),
-                    *before.differences(Loaded.from_engine(self.ours)),
-                    *([] if digest_of(folder) == files else ["the files have changed"]),
-                ],
-            }
-        except Exception as error:  # noqa: BLE001 (any error that is not ours is a problem)
-            # Printed at once: the other ranks may wait in the load, so that the ranks cannot exchange their results.
-            print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
-            problems = [f"{type(error).__name__}: {error}", *before.differences(Loaded.from_engine(self.ours))]
-            return {"outcome": "failed", "message": "", "problems": problems}
-        problems = []
-        self.stock.load_checkpoint(str(folder))
-        # Stock creates missing states in the next update: the job "missing moments" tests this.
-        if has_all_states(self.stock.optimizer):
-            problems += Loaded.from_engine(self.stock).differences(Loaded.from_engine(self.ours))
-        for engine in (self.stock, self.ours):
-            engine.load_checkpoint(str(self.now))
-        problems += [
-            f"after the intact checkpoint: {line}" for line in before.differences(Loaded.from_engine(self.ours))
-        ]
-        return {"outcome": "loaded", "message": "", "problems": problems}
+    Both engines have the same states, which the checkpoint in ``now`` holds.
+    """
+    before, files = Loaded.from_engine(ours), digest_of(damaged)
+    try:
+        ours.load_checkpoint(str(damaged))
+    except CheckpointError as error:
+        changed = [] if digest_of(damaged) == files else ["the files have changed"]
+        problems = [*three_parts_missing(str(error)), *before.differences(Loaded.from_engine(ours)), *changed]
+        return "refused", problems
+    except Exception as error:  # noqa: BLE001 (any error that is not ours is a problem)
+        # Printed at once: the other ranks may wait in the load, so that the ranks cannot exchange their results.
+        print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
+        return "failed", [f"{type(error).__name__}: {error}", *before.differences(Loaded.from_engine(ours))]
+    problems = []
+    stock.load_checkpoint(str(damaged))
+    # Stock creates missing states in the next update: the job "missing moments" tests this.
+    if all(stock.optimizer.state[master] for master in stock.optimizer.fp32_partitioned_groups_flat):
+        problems += Loaded.from_engine(stock).differences(Loaded.from_engine(ours))
+    for engine in (stock, ours):
+        engine.load_checkpoint(str(now))
+    again = before.differences(Loaded.from_engine(ours))
+    return "loaded", [*problems, *(f"after the intact checkpoint: {line}" for line in again)]
 
 
 def three_parts_missing(message: str) -> list[str]:
@@ -209,8 +193,8 @@ def everywhere(action: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def load_damaged_checkpoints() -> list[dict[str, Any]]:
-    """Return the finding of all ranks for each damaged checkpoint, and for training on."""
+def load_damaged_checkpoints() -> list[tuple[str, str, list[str]]]:
+    """Return each damage, its outcome and the problems of all ranks; at the end, those of training on."""
     case = Case(name="malformed", blocks=(STRIDE_2,), world_size=2, steps=STEPS, clip=0.5, frozen=True)
     found = []
     with shared_folder() as folder, closing_engine(case, None) as stock, closing_engine(case, STRIDE_2) as ours:
@@ -219,7 +203,6 @@ def load_damaged_checkpoints() -> list[dict[str, Any]]:
             for engine in (stock, ours):
                 train(engine, case, folder)
             stock.save_checkpoint(str(saved))
-        loader = Loader(stock, ours, now)
         for number, (name, (file, way)) in enumerate(damages(good).items()):
             damaged = folder / str(number)
             if dist.get_rank() == 0:
@@ -227,16 +210,14 @@ def load_damaged_checkpoints() -> list[dict[str, Any]]:
                 way(damaged / file)
                 print(f"checkpoint {number}: {name}", flush=True)
             dist.barrier()
-            of_ranks = everywhere(partial(loader.load, damaged))
-            problems = [problem for rank in of_ranks for problem in rank["problems"]]
-            if len({rank["outcome"] for rank in of_ranks}) > 1:
-                problems.append("the ranks disagree")
-            found.append({"damage": name, "outcome": of_ranks[0]["outcome"], "problems": problems})
+            outcomes, problems = zip(*everywhere(partial(load, stock, ours, damaged, now)), strict=True)
+            disagree = [] if len(set(outcomes)) == 1 else ["the ranks disagree"]
+            found.append((name, outcomes[0], [*chain.from_iterable(problems), *disagree]))
             if dist.get_rank() == 0:
                 shutil.rmtree(damaged)
         records = [train(engine, case, folder) for engine in (stock, ours)]
-        problems = [line for lines in everywhere(partial(differences, *records)) for line in lines]
-    return [*found, {"outcome": "trained on", "problems": problems}]
+        unequal = chain.from_iterable(everywhere(partial(differences, *records)))
+    return [*found, ("none", "trained on", list(unequal))]
 
 
 @pytest.mark.P4
@@ -244,8 +225,8 @@ def load_damaged_checkpoints() -> list[dict[str, Any]]:
 def test_a_damaged_checkpoint_is_refused_or_loaded_as_by_stock_and_training_goes_on() -> None:
     """Check it on two ranks, of which one alone finds the damage."""
     found = on_ranks(2, load_damaged_checkpoints, timeout_s=600)[0]
-    assert [one for one in found if one["problems"]] == []
-    outcomes = [one["outcome"] for one in found]
+    assert [one for one in found if one[2]] == []
+    outcomes = [outcome for _, outcome, _ in found]
     assert outcomes.pop() == "trained on"
     assert outcomes.count("refused") > len(outcomes) / 2
     assert outcomes.count("loaded") > len(outcomes) / 10

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +37,15 @@ from tests.kernels.intercepted import before_each_update
 from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, assert_same_bits, make_engine, shared_folder, train, wait_for_speculations
+from tests.zero.parity.training import (
+    Block,
+    assert_same_bits,
+    closing_engine,
+    make_engine,
+    shared_folder,
+    train,
+    wait_for_speculations,
+)
 from tests.zero.races.delayed_ranks import logged_collectives
 
 CASE = Case(
@@ -59,13 +68,9 @@ def forward(engine: Any) -> Any:
     return engine(x, target, None, 1.0)
 
 
-def finish_step(engine: Any, loss: torch.Tensor) -> None:
-    engine.backward(loss)
+def step(engine: Any, loss: torch.Tensor | None = None) -> None:
+    engine.backward(forward(engine) if loss is None else loss)
     engine.step()
-
-
-def step(engine: Any) -> None:
-    finish_step(engine, forward(engine))
 
 
 def evaluate(engine: Any) -> None:
@@ -100,7 +105,6 @@ def failing_update(engine: Any, lane: str) -> Iterator[None]:
 
 @contextmanager
 def failing_method(owner: Any, name: str) -> Iterator[None]:
-    """Let rank 1 fail inside this context in the method ``name`` of ``owner``."""
     original = getattr(owner, name)
 
     def fail_on_rank_1(*args: Any) -> Any:
@@ -113,25 +117,18 @@ def failing_method(owner: Any, name: str) -> Iterator[None]:
 
 
 def must_refuse(call: Callable[..., Any], *args: Any) -> None:
-    """Check that a call after the failure raises, and names the remedy."""
     with pytest.raises(UpdateFailed, match="last checkpoint"):
         call(*args)
 
 
 def must_raise_everywhere(call: Callable[[], Any]) -> None:
     """Check that the call raises on every rank, and names the remedy, the failure, and the rank or line that failed."""
-    try:
+    with pytest.raises(UpdateFailed) as failed:
         call()
-    except UpdateFailed:
-        text = traceback.format_exc()
-    else:
-        raise AssertionError("nothing failed")
-    assert "last checkpoint" in text, text
-    if dist.get_rank() == 1:
-        assert "InjectedFailure: by this test" in text, text
-        assert "in fail_on_rank_1" in text, text
-    else:
-        assert "rank 1 cannot continue" in text, text
+    text = "".join(traceback.format_exception(failed.value))
+    of_rank_1, of_others = ("InjectedFailure: by this test", "in fail_on_rank_1"), ("rank 1 cannot continue",)
+    parts = ("last checkpoint", *(of_rank_1 if dist.get_rank() == 1 else of_others))
+    assert all(part in text for part in parts), text
 
 
 def must_recover(engine: Any, folder: Path) -> None:
@@ -143,23 +140,20 @@ def must_recover(engine: Any, folder: Path) -> None:
     assert not list(folder.glob("inconsistent16/*.bin"))
     engine.load_checkpoint(str(folder))
     step(engine)
-    resumed = make_engine(CASE, None)
-    resumed.load_checkpoint(str(folder))
-    step(resumed)
-    assert_same_bits(resumed, engine)
-    resumed.destroy()
+    with closing_engine(CASE, None) as resumed:
+        resumed.load_checkpoint(str(folder))
+        step(resumed)
+        assert_same_bits(resumed, engine)
 
 
 @contextmanager
 def trained(block: Block) -> Iterator[tuple[Any, Path]]:
     """Yield an engine that has saved a checkpoint and made one more step, and the folder of the checkpoint."""
-    with shared_folder() as folder:
-        engine = make_engine(CASE, block)
+    with shared_folder() as folder, closing_engine(CASE, block) as engine:
         train(engine, CASE, folder)
         engine.save_checkpoint(str(folder))
         step(engine)
         yield engine, folder
-        engine.destroy()
 
 
 def backward_with_failure(engine: Any) -> None:
@@ -168,14 +162,6 @@ def backward_with_failure(engine: Any) -> None:
         engine.backward(loss)
         failures = [type(error) for error in wait_for_speculations(engine) if error is not None]
     assert failures == [InjectedFailure] * dist.get_rank(), failures
-
-
-class OutOfMemory(Exception):
-    pass
-
-
-class DestroyFailure(Exception):
-    pass
 
 
 def affinities() -> set[frozenset[int]]:
@@ -189,28 +175,22 @@ def share_bound_cores(config: Config, accelerator: AcceleratorChoice) -> CoreSha
     return replace(share_cores(config, accelerator), threads=1, cores=(cpus[-1],), launch_cores=(cpus[0],))
 
 
-def run_out_of_memory_on_rank_1(memory: StateMemory) -> None:
-    if dist.get_rank() == 1:
-        raise OutOfMemory("for the states")
-
-
-LANES = pytest.mark.parametrize("lane", ["cpu", "compute"])
+LANES = ("cpu", "compute")
 
 
 @pytest.mark.P6
-@LANES
 @ranks(2)
-def test_a_failed_update_in_step_raises_on_every_rank(lane: str) -> None:
+def test_a_failed_update_in_step_raises_on_every_rank() -> None:
     with trained({**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}) as (engine, folder):
-        with failing_update(engine, lane):
-            must_raise_everywhere(lambda: step(engine))
-        must_recover(engine, folder)
+        for lane in LANES:
+            with failing_update(engine, lane):
+                must_raise_everywhere(lambda: step(engine))
+            must_recover(engine, folder)
 
 
 @pytest.mark.P6
-@LANES
 @ranks(2)
-def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_states(lane: str) -> None:
+def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_states() -> None:
     stops: dict[str, Callable[[Any, Path], Any]] = {
         "step": lambda engine, _: step(engine),
         "save_checkpoint": lambda engine, folder: engine.save_checkpoint(str(folder / "inconsistent")),
@@ -226,16 +206,17 @@ def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_stat
         with logged_collectives(complete):
             step(engine)
             loss = forward(engine)
-        finish_step(engine, loss)
-        failing: list[str] = []
-        with failing_update(engine, lane), logged_collectives(failing):
-            step(engine)
-            loss = forward(engine)
-        assert failing == complete
+        step(engine, loss)
         assert len(complete) > 10
-        must_raise_everywhere(lambda: finish_step(engine, loss))
-        must_recover(engine, folder)
-        for name, stop in stops.items():
+        for lane in LANES:
+            failing: list[str] = []
+            with failing_update(engine, lane), logged_collectives(failing):
+                step(engine)
+                loss = forward(engine)
+            assert failing == complete
+            must_raise_everywhere(lambda loss=loss: step(engine, loss))
+            must_recover(engine, folder)
+        for lane, (name, stop) in zip(cycle(LANES), stops.items(), strict=False):
             with failing_update(engine, lane):
                 step(engine)
                 must_raise_everywhere(lambda stop=stop: stop(engine, folder))
@@ -243,7 +224,7 @@ def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_stat
             engine.load_checkpoint(str(folder))
         assert not engine.optimizer._running.executor.failed_within(0), "remembered after a checkpoint was loaded"
         step(engine)
-        with failing_update(engine, lane), mock.patch("deep_opt_states.log.error") as log_error:
+        with failing_update(engine, "cpu"), mock.patch("deep_opt_states.log.error") as log_error:
             step(engine)
             engine.destroy()
         assert log_error.called == (dist.get_rank() == 1), "the last update's failure must be logged on rank 1 only"
@@ -252,7 +233,6 @@ def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_stat
 @pytest.mark.P6
 @ranks(2)
 def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recovers() -> None:
-    """Check that the ranks agree before the next collective of any of them."""
     with trained({**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}) as (engine, folder):
         executor = engine.optimizer._running.executor
         with failing_method(executor._issuer, "prefetch"):
@@ -293,18 +273,15 @@ def test_an_engine_that_fails_to_initialize_leaves_no_thread_bound() -> None:
     """Let rank 1 fail after threads were bound and memory was allocated, then ``destroy`` on both ranks."""
     free = affinities()
     with mock.patch.object(assembly, "share_cores", share_bound_cores):
-        failure = RanksDisagree if dist.get_rank() == 0 else OutOfMemory
-        no_memory = mock.patch.object(StateMemory, "lock", run_out_of_memory_on_rank_1)
-        with no_memory, pytest.raises(failure, match="for the states"):
+        failure = RanksDisagree if dist.get_rank() == 0 else InjectedFailure
+        with failing_method(StateMemory, "lock"), pytest.raises(failure, match="by this test"):
             make_engine(CASE, STRIDE_2)
         assert affinities() == free
         engine = make_engine(CASE, STRIDE_2)
     assert affinities() != free
     optimizer = engine.optimizer
-    with (
-        mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "destroy", side_effect=DestroyFailure),
-        pytest.raises(DestroyFailure),
-    ):
+    failing = mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "destroy", side_effect=InjectedFailure)
+    with failing, pytest.raises(InjectedFailure):
         optimizer.destroy()
     assert affinities() == free
     assert not optimizer.optimizer.state

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -37,21 +36,17 @@ REQUEST = PlanRequest(
 )
 
 
-@dataclass
 class RecordedPlan:
     """A ``RunningPlan`` without states, which lists its calls. ``failures``: whether the next restorations fail."""
 
-    plan: UpdatePlan
-    is_evicted: bool = False
-    uses: None = None
-    calls: list[str] = field(default_factory=list)
-    failures: list[bool] = field(default_factory=list)
-    gradients: Any = field(default_factory=lambda: SimpleNamespace(have_device_accumulators=False))
-    measured: Windows = WINDOWS
+    uses = None
+    gradients = SimpleNamespace(have_device_accumulators=False)
+    executor = SimpleNamespace(end=lambda: None)
 
-    @property
-    def executor(self) -> Any:
-        return SimpleNamespace(end=lambda: None)
+    def __init__(self, plan: UpdatePlan) -> None:
+        self.plan, self.is_evicted, self.measured = plan, False, WINDOWS
+        self.calls: list[str] = []
+        self.failures: list[bool] = []
 
     @property
     def windows(self) -> Any:
@@ -78,15 +73,25 @@ class RecordedPlan:
 class TrainingOfOneRank:
     """A training run whose GPU has ``free_bytes`` at each peak while no plan holds anything."""
 
-    def __init__(self, request: PlanRequest = REQUEST, *, free_bytes: int = 10 * GB) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, request: PlanRequest = REQUEST, *, free_bytes: int = 10 * GB) -> None:
         self.free_bytes, self.retries, self.failed = free_bytes, 0, 0
         self.peers: list[tuple[Any, ...]] = []
         """The values that other ranks exchange when this rank plans."""
         self.running = RecordedPlan(request.plan().plan)
-        self.budget = GpuBudget(start_bytes=0, margin_bytes=GB, fills=True)
-        self.budget.require(request.fixed_bytes)
+        budget = GpuBudget(start_bytes=0, margin_bytes=GB, fills=True)
+        budget.require(request.fixed_bytes)
         running: Any = self.running
-        self.memory = GpuMemory(running, request, self.budget, before_move=lambda: None)
+        self.memory = GpuMemory(running, request, budget, before_move=lambda: None)
+        patch.setattr(cuda, "free_and_retries", lambda _: (self.free_bytes - self.held_bytes, self.retries))
+        patch.setattr(cuda, "failed_allocations", lambda: self.failed)
+        patch.setattr(gpu_memory, "free_bytes", lambda: self.free_bytes - self.held_bytes)
+        patch.setattr(gpu_memory, "gather_values", self._gather)
+        patch.setattr(gpu_memory, "raise_together", lambda action: action())
+        patch.setattr(gpu_memory, "same_on_all_ranks", lambda find, _: find())
+        patch.setattr(gpu_memory.dist, "get_rank", lambda: 0)
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value, *(self.peers if isinstance(value, tuple) else ())]
 
     @property
     def held_bytes(self) -> int:
@@ -100,37 +105,12 @@ class TrainingOfOneRank:
         return changed
 
 
-@pytest.fixture(autouse=True)
-def training() -> Iterator[TrainingOfOneRank]:
-    """Return a training run. The GPU and the other ranks are those of the run that was created last."""
-    with ExitStack() as patches:
-        run: Any = SimpleNamespace(now=None)
-        create = TrainingOfOneRank.__init__
-
-        def remember(self: TrainingOfOneRank, *args: Any, **kwargs: Any) -> None:
-            run.now = self
-            create(self, *args, **kwargs)
-
-        for owner, name, replacement in (
-            (TrainingOfOneRank, "__init__", remember),
-            (cuda, "free_and_retries", lambda _: (run.now.free_bytes - run.now.held_bytes, run.now.retries)),
-            (cuda, "failed_allocations", lambda: run.now.failed),
-            (gpu_memory, "free_bytes", lambda: run.now.free_bytes - run.now.held_bytes),
-            (
-                gpu_memory,
-                "gather_values",
-                lambda value: [value, *run.now.peers] if isinstance(value, tuple) else [value],
-            ),
-            (gpu_memory, "raise_together", lambda action: action()),
-            (gpu_memory, "same_on_all_ranks", lambda find, _: find()),
-            (gpu_memory.dist, "get_rank", lambda: 0),
-        ):
-            patches.enter_context(mock.patch.object(owner, name, replacement))
-        yield TrainingOfOneRank()
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> TrainingOfOneRank:
+    return TrainingOfOneRank(monkeypatch)
 
 
 def filled(training: TrainingOfOneRank) -> TrainingOfOneRank:
-    """Return ``training`` after its first plan."""
     assert [training.step() for _ in range(FIRST_STEPS + 1)] == [False] * (FIRST_STEPS - 1) + [True, False]
     return training
 
@@ -169,19 +149,25 @@ def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(trai
 
 
 @pytest.mark.P6
-@pytest.mark.parametrize("cause", ["a larger peak or another process", "a retried allocation"])
+@pytest.mark.parametrize("cause", ["a larger peak or another process", "a retry", "memory that cannot be reserved"])
 def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: TrainingOfOneRank, cause: str) -> None:
-    before = filled(training).held_bytes
-    if cause == "a retried allocation":
-        training.retries += 1
+    if cause == "memory that cannot be reserved":
+        training.running.failures = [True]
+        assert [training.step() for _ in range(FIRST_STEPS)][-1]
+        assert training.running.is_evicted
+        most_bytes = training.memory.bytes // 2
     else:
-        training.free_bytes = 4 * GB
-    assert not training.step()
+        most_bytes = filled(training).held_bytes // 2
+        if cause == "a retry":
+            training.retries += 1
+        else:
+            training.free_bytes, most_bytes = 4 * GB, 3 * GB
+        assert not training.step()
     assert training.memory.is_short
     training.running.calls.clear()
     assert [training.step() for _ in range(20)] == [False, True] + [False] * 18
     assert training.running.calls[:4] == ["evict", "measure", "adopt", "restore"]
-    assert 0 < training.held_bytes <= (before // 2 if training.retries else 3 * GB)
+    assert 0 < training.held_bytes <= most_bytes
 
 
 @pytest.mark.P6
@@ -198,22 +184,10 @@ def test_evicted_states_return_when_the_need_is_known_and_the_plan_stays(trainin
 
 
 @pytest.mark.P6
-def test_memory_that_cannot_be_reserved_halves_what_is_planned_with(training: TrainingOfOneRank) -> None:
-    training.running.failures = [True]
-    assert [training.step() for _ in range(FIRST_STEPS)][-1]
-    assert training.running.is_evicted
-    filled_bytes = training.memory.bytes
-    training.running.calls.clear()
-    assert [training.step() for _ in range(10)] == [False, True] + [False] * 8
-    assert training.running.calls[:4] == ["evict", "measure", "adopt", "restore"]
-    assert 0 < training.held_bytes <= filled_bytes // 2
-
-
-@pytest.mark.P6
-def test_states_that_rules_keep_are_planned_for_once_and_stay(training: TrainingOfOneRank) -> None:
+def test_states_that_rules_keep_are_planned_for_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(REQUEST, rules=PlacementRules((PlacementRule(("*",), "resident"),)))
     request = replace(request, budgets=Budgets(gpu_bytes=request.fixed_bytes))
-    ruled = TrainingOfOneRank(request, free_bytes=20 * GB)
+    ruled = TrainingOfOneRank(monkeypatch, request, free_bytes=20 * GB)
     for _ in range(FIRST_STEPS + 2):
         ruled.step()
     plan = ruled.running.plan

@@ -6,9 +6,8 @@ import ctypes
 import mmap
 import platform
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -42,17 +41,14 @@ TWO_RANKS, TWO_CONTAINERS = SharingRanks(on_node=2, in_container=2), SharingRank
 NEEDED = "for 2,500,000,000 parameters (masters and moments, gradients, rounded parameters)"
 
 
-def free_memory(available_gb: int, container_gb: int | None = None) -> FreeHostMemory:
-    """Return the free memory of a node, and of a container if it has a limit."""
-    return FreeHostMemory(
-        available_bytes=available_gb * GB, container_bytes=None if container_gb is None else container_gb * GB
-    )
+def free_memory(available_gb: int, container_gb: int = 10**6) -> FreeHostMemory:
+    return FreeHostMemory(available_bytes=available_gb * GB, container_bytes=container_gb * GB)
 
 
 def test_states_are_accepted_if_they_fit_and_otherwise_refused_with_the_needed_and_free_memory() -> None:
     check_free_memory(*STATES, TWO_RANKS, free_memory(80, container_gb=80))
     with pytest.raises(HostMemoryError) as caught:
-        check_free_memory(*STATES, TWO_RANKS, free_memory(79))
+        check_free_memory(*STATES, TWO_RANKS, FreeHostMemory(available_bytes=79 * GB, container_bytes=None))
     assert str(caught.value) == (
         "The optimizer states on a node must fit into its available memory, of which 79.0 GB are free; found 80.0 GB "
         f"needed, by 2 ranks with 40.0 GB {NEEDED} each.\n"
@@ -97,14 +93,18 @@ class Driver(HostDevice):
         self._allowed_bytes = allowed_bytes
         self.requested: list[int] = []
         self.locked: dict[int, int] = {}
+        self.had_all_pages = True
 
     def host_slab(self, size_bytes: int) -> HostSlab:
         return HostSlab(size_bytes, self.register)
 
     def register(self, address: int, size_bytes: int) -> Callable[[], object]:
         self.requested.append(size_bytes)
-        if -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE > self._allowed_bytes:
+        pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+        if len(pages) * mmap.PAGESIZE > self._allowed_bytes:
             raise RuntimeError("CUDA error: out of memory")
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), pages) == 0
+        self.had_all_pages = all(page & 1 for page in pages)
         self.locked[address] = size_bytes
         return lambda: self.locked.pop(address)
 
@@ -127,10 +127,10 @@ def test_a_driver_that_enforces_the_memlock_limit_is_detected_by_a_trial_before_
     assert driver.locked == {}
 
 
-@pytest.mark.parametrize("limit_bytes", [None, LIMIT])
-def test_there_is_no_trial_if_the_memlock_limit_suffices(limit_bytes: int | None) -> None:
+def test_there_is_no_trial_if_the_memlock_limit_suffices() -> None:
     driver = Driver(allowed_bytes=0)
-    check_locking(LIMIT, 1, driver, limit_bytes)
+    for limit_bytes in (None, LIMIT):
+        check_locking(LIMIT, 1, driver, limit_bytes)
     assert driver.requested == []
     check_locking(*STATES, HostDevice(), LIMIT)
 
@@ -138,11 +138,9 @@ def test_there_is_no_trial_if_the_memlock_limit_suffices(limit_bytes: int | None
 CASE = Case(name="host memory", blocks=(CPU,), world_size=2, steps=1)
 
 
-@contextmanager
-def measured(available_bytes: int) -> Iterator[None]:
-    free = FreeHostMemory(available_bytes=available_bytes, container_bytes=None)
-    with mock.patch.object(FreeHostMemory, "measure", return_value=free):
-        yield
+def measured(available_bytes: int, container_bytes: int | None = None) -> AbstractContextManager[object]:
+    free = FreeHostMemory(available_bytes=available_bytes, container_bytes=container_bytes)
+    return mock.patch.object(FreeHostMemory, "measure", return_value=free)
 
 
 def memlock_limit(limit_bytes: int | None) -> AbstractContextManager[object]:
@@ -177,6 +175,7 @@ def test_the_ranks_of_a_node_share_its_memory_and_one_without_memory_stops_all()
 
 @ranks(2)
 def test_a_rank_that_cannot_lock_memory_stops_all_ranks_and_a_driver_may_ignore_the_limit() -> None:
+    """Check also that all pages are in memory when they are locked: a missing one would be near the locking core."""
     limit_bytes = mmap.PAGESIZE
     limited = dist.get_rank() == 0
     refusing, ignoring = Driver(allowed_bytes=0), Driver(allowed_bytes=float("inf"))
@@ -188,31 +187,14 @@ def test_a_rank_that_cannot_lock_memory_stops_all_ranks_and_a_driver_may_ignore_
     with memlock_limit(limit_bytes), locked_with(ignoring.register), closing_engine(CASE, CPU) as engine:
         assert ignoring.requested == [2 * limit_bytes, slab_bytes(engine)]
         assert list(ignoring.locked.values()) == [slab_bytes(engine)], "the trial allocation is unlocked again"
+        assert ignoring.had_all_pages
+    assert ignoring.locked == {}
 
 
-@ranks(2)
-def test_all_pages_of_the_states_are_in_memory_when_they_are_locked() -> None:
-    """Check it because a missing page would be placed near the locking core."""
-    calls: list[object] = []
-
-    def register(address: int, size_bytes: int) -> Callable[[], object]:
-        pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
-        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), pages) == 0
-        calls.append(("locked with all pages in memory", all(page & 1 for page in pages)))
-        return lambda: calls.append("unlocked")
-
-    with locked_with(register), closing_engine(CASE, CPU):
-        assert calls == [("locked with all pages in memory", True)]
-    assert calls[1:] == ["unlocked"]
-
-
-@pytest.mark.parametrize(("container_bytes", "share_bytes"), [(None, 250), (300, 150), (0, 0)])
-def test_ranks_share_the_memory_of_the_node_and_of_their_container(
-    container_bytes: int | None, share_bytes: int
-) -> None:
-    free = SimpleNamespace(available_bytes=1000, container_bytes=container_bytes)
-    with mock.patch.object(FreeHostMemory, "measure", return_value=free):
-        assert free_share_bytes(SharingRanks(on_node=4, in_container=2)) == share_bytes
+def test_ranks_share_the_memory_of_the_node_and_of_their_container() -> None:
+    for container_bytes, share_bytes in ((None, 250), (300, 150), (0, 0)):
+        with measured(1000, container_bytes):
+            assert free_share_bytes(SharingRanks(on_node=4, in_container=2)) == share_bytes
 
 
 @ranks(2)

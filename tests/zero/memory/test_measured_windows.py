@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,33 +13,25 @@ from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind
 
 
-@dataclass
-class Moment:
-    """An event of a clock that the test moves."""
-
-    at_s: float = -1.0
-
-    def synchronize(self) -> None:
-        assert self.at_s >= 0.0, "nothing waits for an event that is not recorded"
-
-    def seconds_after(self, origin: Moment) -> float:
-        return self.at_s - origin.at_s
-
-
-@dataclass
 class ClockOfOneStream:
-    """A device with one stream, whose work ends when it is issued."""
+    """A device with one stream, whose work ends when it is issued, and a clock that the test moves."""
 
-    now_s: list[float] = field(default_factory=lambda: [0.0])
+    now_s = 0.0
 
-    def event(self) -> Moment:
-        return Moment()
+    def event(self) -> SimpleNamespace:
+        moment = SimpleNamespace(at_s=-1.0)
+        moment.seconds_after = lambda origin: moment.at_s - origin.at_s
+        moment.synchronize = lambda: self.ensure_recorded(moment)
+        return moment
+
+    def ensure_recorded(self, moment: SimpleNamespace) -> None:
+        assert moment.at_s >= 0.0, "nothing waits for an event that is not recorded"
 
     def current_stream(self) -> ClockOfOneStream:
         return self
 
-    def record(self, event: Moment) -> None:
-        event.at_s = self.now_s[0]
+    def record(self, event: SimpleNamespace) -> None:
+        event.at_s = self.now_s
 
 
 class TrainingBesideUpdates:
@@ -49,12 +41,15 @@ class TrainingBesideUpdates:
         self.device = ClockOfOneStream()
         self.windows = MeasuredWindows(self.device, updates, needs_forward=updates > 0)  # type: ignore[arg-type]
         self.inside: list[bool] = []
-        self._before_s = 0.0
+
+    def found(self) -> tuple[float, float]:
+        found = self.windows.windows()
+        return found.backward_s, found.forward_s
 
     def step(self, forward_s: float, backward_s: float, copies_s: float = 0.0) -> None:
         """Train one step, whose forward follows the update of the step before."""
         self.windows.before_forward(trains=True)
-        self.device.now_s[0] += forward_s
+        self.device.now_s += forward_s
         self.windows.backward_starts()
         if self.inside and not self.inside[-1]:
             spans = [Span(Action(ActionKind.CPU_STEP, 0, None, ()), 0.0, 1.0)]
@@ -62,14 +57,14 @@ class TrainingBesideUpdates:
                 spans.append(Span(Action(ActionKind.PREFETCH, 1, 0, ()), 0.0, copies_s))
             phases = [PhaseSpan(Phase.EXPOSED, 0.0, 0.0), PhaseSpan(Phase.FORWARD, 0.0, forward_s)]
             self.windows.updated(phases, lambda: Timeline(tuple(spans)))
-        self.device.now_s[0] += backward_s
+        self.device.now_s += backward_s
         self.windows.backward_starts()
         self.inside.append(self.windows.is_measuring)
         self.windows.update_starts()
         if self.inside[-1]:
             phases = [PhaseSpan(Phase.BACKWARD, -backward_s, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 5.0)]
             self.windows.updated(phases, lambda: Timeline(()))
-            self.device.now_s[0] += 5.0
+            self.device.now_s += 5.0
             self.windows.read_forward()
             self.windows.forward_starts()
 
@@ -84,9 +79,7 @@ def test_forward_and_backward_are_measured_while_updates_end_inside_the_step() -
     assert run.inside == [True] * FIRST_UPDATES + [False]
     assert run.windows.windows() == Windows(backward_s=3.0, forward_s=3.0)
     run.step(50.0, 60.0)
-    found = run.windows.windows()
-    assert found is not None
-    assert (found.backward_s, found.forward_s) == (3.0, 3.0), "a forward beside an update is no window"
+    assert run.found() == (3.0, 3.0), "a forward beside an update is no window"
 
 
 @pytest.mark.P5
@@ -96,14 +89,11 @@ def test_forwards_beside_cpu_updates_and_beside_copies_show_the_slowdown() -> No
         run.step(3.0, 1.0)
     # All of an update of 1 s runs beside forward.
     run.step(3.5, 1.0)
-    found = run.windows.windows()
-    assert found is not None
-    assert found.slowdown == Slowdown(cpu=0.5)
+    assert run.windows.windows().slowdown == Slowdown(cpu=0.5)
     for _ in range(3):
         run.step(3.7, 1.0, copies_s=0.5)
-    found = run.windows.windows()
-    assert found is not None
-    assert (found.slowdown.cpu, found.slowdown.copies) == pytest.approx((0.5, 0.4))
+    slowdown = run.windows.windows().slowdown
+    assert (slowdown.cpu, slowdown.copies) == pytest.approx((0.5, 0.4))
 
 
 def test_windows_are_measured_again_in_one_step() -> None:
@@ -115,9 +105,7 @@ def test_windows_are_measured_again_in_one_step() -> None:
     assert run.windows.windows() is None
     run.step(4.0, 1.0)
     assert run.inside[-2:] == [True, False]
-    found = run.windows.windows()
-    assert found is not None
-    assert (found.backward_s, found.forward_s) == (2.0, 4.0)
+    assert run.found() == (2.0, 4.0)
 
 
 @pytest.mark.P5
@@ -125,7 +113,7 @@ def test_an_evaluation_after_the_update_is_no_part_of_forward() -> None:
     run = TrainingBesideUpdates()
     run.step(1.0, 1.0)
     run.windows.before_forward(trains=False)
-    run.device.now_s[0] += 1000.0
+    run.device.now_s += 1000.0
     run.step(2.0, 1.0)
     assert run.windows.windows() == Windows(backward_s=1.0, forward_s=2.0)
     # Backward recomputes layers, and reads no window.
@@ -135,10 +123,9 @@ def test_an_evaluation_after_the_update_is_no_part_of_forward() -> None:
 
 
 def test_nothing_is_measured_where_nothing_needs_the_windows() -> None:
-    run = TrainingBesideUpdates(updates=0)
-    run.windows.measure_again()
-    assert not run.windows.is_measuring
-    assert run.windows.windows() == Windows()
+    windows = TrainingBesideUpdates(updates=0).windows
+    windows.measure_again()
+    assert (windows.is_measuring, windows.windows()) == (False, Windows())
 
 
 def test_without_an_update_beside_forward_only_backward_is_measured() -> None:

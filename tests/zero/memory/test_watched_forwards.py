@@ -16,36 +16,25 @@ from deep_opt_states.zero.step.gpu_memory import WatchedForwards, layers_of
 TOLERANCE = 100
 
 
-class Layer(torch.nn.Module):
-    """A layer with experts, which are no layers of the model."""
+class LayeredModel(torch.nn.Module):
+    """A model of two layers with experts, which are no layers of the model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        layers = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+        self.base = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
         self.raises = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = self.base["layers"]
+        x = checkpoint(last, checkpoint(first, x, use_reentrant=True), use_reentrant=True)
         if self.raises:
             raise torch.OutOfMemoryError
-        return torch.as_tensor(self.experts[0](x))
-
-
-class LayeredModel(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Layer(), Layer()])})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.base["layers"].children():
-            x = checkpoint(layer, x, use_reentrant=True)
         return x
 
 
 class AnyInputs(torch.nn.Module):
-    """A model that ignores its inputs."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def forward(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Hooked:
@@ -85,7 +74,6 @@ def test_the_outermost_lists_contain_the_layers() -> None:
 
 @pytest.mark.parametrize("short_at", [1, 2, 3])
 def test_memory_is_asked_for_before_each_layer_and_after_the_last_and_not_in_backward(short_at: int) -> None:
-    """Check it with layers that backward computes again."""
     hooked = Hooked(LayeredModel(), short_at)
     hooked.model(torch.ones(2, requires_grad=True)).sum().backward()
     asked = [call.partition(" ")[0] for call in hooked.calls]
@@ -98,24 +86,18 @@ def test_memory_is_asked_for_before_each_layer_and_after_the_last_and_not_in_bac
 
 
 def test_after_an_error_in_forward_backward_finds_no_forward() -> None:
-    model = LayeredModel()
-    hooked = Hooked(model)
-    loss = model(torch.ones(2, requires_grad=True)).sum()
-    last = list(model.base["layers"].children())[-1]
-    last.raises = True
+    hooked = Hooked(LayeredModel())
+    loss = hooked.model(torch.ones(2, requires_grad=True)).sum()
+    hooked.model.raises = True
     hooked.calls.clear()
     with pytest.raises(torch.OutOfMemoryError):
-        model(torch.ones(2, requires_grad=True))
-    assert hooked.calls == ["begin", "ask", "ask"]
-    last.raises = False
+        hooked.model(torch.ones(2, requires_grad=True))
     loss.backward()
     assert hooked.calls == ["begin", "ask", "ask"]
 
 
 @dataclass
 class Batch:
-    """Inputs in a dataclass."""
-
     ids: torch.Tensor
 
 
