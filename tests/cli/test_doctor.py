@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +21,7 @@ from torch.utils.file_baton import FileBaton
 
 from deep_opt_states import doctor
 from deep_opt_states.cli import doctor_command, profile_command
+from deep_opt_states.cli.config_check import examine_config
 from deep_opt_states.cli.main import main
 from deep_opt_states.cli.profile_command import check_output
 from deep_opt_states.device import state_file
@@ -177,6 +181,13 @@ FOR_TRAINER = {
     **{"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, **STAGE_3, "bf16": {"enabled": "auto"}},
     **{"deep_optimizer_states": {"placement": "cpu"}},
 }
+
+
+def on_disk(folder: Path | str) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(folder)}
+    return {**STAGE_3, "zero_optimization": {"stage": 3, "offload_optimizer": offload}, "deep_optimizer_states": {}}
+
+
 NO_OBJECT = "A DeepSpeed config must be a file with a JSON object, found"
 CONFIGS: list[tuple[object, Status, str]] = [
     # Trainer fills in values, and DeepSpeed accepts comments and a batch for any number of ranks.
@@ -188,6 +199,7 @@ CONFIGS: list[tuple[object, Status, str]] = [
     ({**STAGE_3, "deep_optimizer_states": {"unit_size": -1, "plcement": "cpu"}}, FAIL, "not a known key"),
     ({"deep_optimizer_states": {}, "zero_optimization": {"stage": 2}}, FAIL, "stage: must be 3"),
     ({**STAGE_3, "deep_optimizer_states": {"profile": "/no/file"}}, FAIL, "No such file"),
+    (on_disk("/sys"), FAIL, "nvme_path or nvme_paths: must be folders in which files can be created, found /sys"),
     ({"zero_optimization": {"stge": 3}, "deep_optimizer_states": {}}, FAIL, "must accept the config"),
     ([1], FAIL, "with another value"),
     ('{"a": ', FAIL, NO_OBJECT),
@@ -294,11 +306,31 @@ def test_a_compiler_that_does_not_run_is_missing() -> None:
     assert "no-such-compiler -O2" in doctor._missing_tools({"CXX": "no-such-compiler -O2"})
 
 
-def test_a_folder_in_memory_and_one_without_direct_io_are_doubted(tmp_path: Path) -> None:
+def test_folders_are_doubted_in_memory_without_direct_io_and_where_the_page_cache_answers(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(on_disk(tmp_path)))
     for kind, doubt in {"tmpfs": "is on tmpfs", "nfs4": "has no direct I/O"}.items():
         patched = [mock.patch.object(module, "file_system", return_value=kind) for module in (disk, state_file)]
         with patched[0], patched[1]:
             assert [doubt in found for found in disk.doubts([tmp_path])] == [True]
+            [finding] = examine_config(config).values()
+            assert finding.status is WARN
+            assert doubt in finding.found
+    # A read by way of the page cache leaves the page there.
+    direct_read, buffered = state_file.StateFile.read, os.open
+
+    def cached_read(file: state_file.StateFile, memory: memoryview, offset_bytes: int) -> None:
+        direct_read(file, memory, offset_bytes)
+        through_cache = buffered(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
+        os.pread(through_cache, len(memory), offset_bytes)
+        os.close(through_cache)
+
+    assert disk.doubts([tmp_path]) == []
+    with mock.patch.object(state_file.StateFile, "read", cached_read):
+        assert ["the page cache may answer" in found for found in disk.doubts([tmp_path])] == [True]
+    refused = mock.patch.object(mmap, "mmap", side_effect=[mmap.mmap(-1, 4096), OSError(errno.ENODEV, "no mapping")])
+    with refused, pytest.raises(state_file.DiskError, match=f"writable in {tmp_path}.*a mapping of it was refused"):
+        disk.doubts([tmp_path])
 
 
 def test_disks_are_measured_with_the_blocks_and_the_io_of_training(tmp_path: Path) -> None:

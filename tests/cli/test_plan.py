@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from perf_model.__main__ import main
+from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile
 from perf_model.presets.comparison import LARGER_MODELS
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
+from perf_model.schedule.host_layout import SIXTEEN_BIT
+from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
@@ -145,6 +148,16 @@ def test_the_screen_has_the_answer_first_and_every_alternative_and_the_block_to_
     assert block["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
+def test_the_screen_names_all_that_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"accumulation": 4, "trainable_share": 0.01, "tensor_parallel": 2, "gpu_memory_gb": 80}
+    shown = words_of([*job(**options, unit_size=10**9), "--offload-param"], capsys)
+    assert (
+        "4 x 1 sequences of 2048 tokens per rank and step, parameters in host memory, 1.0% of each parameter trained, "
+        "tensor parallelism of 2 ranks"
+    ) in shown
+    assert "the plugin's hooks take 170 us more in forward, which is 40% slower beside updates on the CPU" in shown
+
+
 def test_units_are_explained_with_the_effect_of_more_memory_and_cores(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = job(gpu_memory_gb=40, unit_size=10**8, eager_memory_gb=4, overlap="backward")
     found = planned(arguments)
@@ -178,6 +191,8 @@ def test_changes_with_which_a_job_fits_are_named_in_order_of_cost(capsys: pytest
         assert main(["plan", *arguments, *change.split()]) == 0, change
 
 
+BOTH_SHORT = {"profile": "rtx4090", "model": "Llama-3-8B", "world_size": 1, "ranks_per_node": 1}
+ON_DISK = "--nvme 6.5,5 (assumed GB/s of a disk, read and written)"
 FEW_RANKS = {"model": "Llama-3-70B", "world_size": 8, "host_memory_gb": 300}
 
 
@@ -188,6 +203,10 @@ FEW_RANKS = {"model": "Llama-3-70B", "world_size": 8, "host_memory_gb": 300}
         ({"gpu_memory_gb": 25, "host_memory_gb": 130}, ["host memory by", "--host-memory-gb", "--states bf16: "]),
         ({"gpu_memory_gb": 25, "pinned_memory_gb": 2}, ["pinned memory by", "--pinned-memory-gb"]),
         (FEW_RANKS, ["host memory by", "32 ranks (--world-size or --nodes): "]),
+        (
+            BOTH_SHORT,
+            ["gpu memory by", "host memory by", f"{ON_DISK} --offload-param: ", "bf16-masters --offload-param: "],
+        ),
     ],
 )
 def test_when_nothing_fits_the_error_names_what_takes_less_memory(
@@ -267,8 +286,10 @@ def rebuild(inputs: dict[str, Any]) -> Forecast:
     shared = None if shape["shared"] is None else SharedLayers(**shape["shared"])
     tensors = tuple(ParameterShape(*tensor) for tensor in shape["tensors"])
     shape |= {"tensors": tensors, "tied": tuple(map(tuple, shape["tied"])), "shared": shared}
+    disk = inputs["job"]["disk"]
+    of_job = {**inputs["job"], "disk": None if disk is None else DiskRates(*disk)}
     return Forecast(
-        Job(shape=ModelShape(**shape), rules=rules, **inputs["job"]),
+        Job(shape=ModelShape(**shape), rules=rules, **of_job),
         HardwareProfile.from_json(json.dumps(inputs["machine"])),
         MemoryLimits(**inputs["limits"]),
         Overlap(**inputs["overlap"]),
@@ -309,6 +330,17 @@ def test_a_model_whose_states_do_not_fit_is_planned_with_disks(capsys: pytest.Ca
     assert more_memory[0] < slow[0]
     assert more_memory[2] < slow[2] == fast[2]
     assert slow[0] < slow[1] > fast[1] > fast[0], "stock reads and writes all states and gradients"
+
+
+def test_training_keeps_as_many_states_on_disk_by_the_printed_block_as_the_plan() -> None:
+    found = json.loads(printed_plan(*DESKTOP[1:], *LARGE_UNITS, "--nvme", "6.5,5"))
+    on_disk = sum(unit["numel"] for unit in found["units"] if unit["on_disk"])
+    host_bytes = int(found["deepspeed_config"]["deep_optimizer_states"]["host_memory_gb"] * 1e9)
+    # Offloaded parameters are not published, and are no part of the optimizer's memory.
+    widths = replace(SIXTEEN_BIT, publishes=False)
+    placed = place_on_disk(rebuild(found["inputs"]).job.sub_groups, widths, host_bytes)
+    in_training = sum(partition.numel for group in placed for partition in group if partition.is_on_disk)
+    assert in_training == pytest.approx(on_disk, rel=1e-6)
 
 
 def test_the_documented_desktop_has_the_documented_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from benchmarks.harness.rows import read_rows
 from perf_model.planner import evaluate, in_forward_order
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP
+from perf_model.presets.comparison import NEVER, comparison
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
@@ -39,8 +41,12 @@ GPU_BYTES = {1: 16_300_000_000, 8: 35_400_000_000}
 Errors = Mapping[str, list[float]]
 
 
-def profile_of(gpu: str) -> HardwareProfile:
-    return HardwareProfile.read(DATA / f"{'h200' if 'H200' in gpu else 'h100'}_profile.json")
+def profile_of(gpu: str, *, quick: bool = False) -> HardwareProfile:
+    """Return the profile of a kind of machine, if ``quick`` without the quantities of a training step."""
+    found = HardwareProfile.read(DATA / f"{'h200' if 'H200' in gpu else 'h100'}_profile.json")
+    of_step = ("module_", "stock_step_", "training_")
+    kept = {name: each for name, each in found.measurements.items() if not (quick and name.startswith(of_step))}
+    return replace(found, measurements=kept)
 
 
 def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
@@ -81,7 +87,7 @@ def outcome(found: Forecast, name: str) -> PredictedIteration:
 
 
 @cache
-def errors_of_1b() -> Errors:
+def errors_of_1b(*, quick: bool = False) -> Errors:
     """Return the relative errors of the settings of ``python -m benchmarks training_step`` on GPUs."""
     settings: dict[tuple[str, str, str], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(DATA.parent / "results/training_step.jsonl"):
@@ -90,7 +96,7 @@ def errors_of_1b() -> Errors:
             of_variant[row["quantity"]] = row["median"]
     errors: dict[str, list[float]] = defaultdict(list)
     for (gpu, _, text), measured in settings.items():
-        setting, profile = json.loads(text), profile_of(gpu)
+        setting, profile = json.loads(text), profile_of(gpu, quick=quick)
         shape = byte_gpt(setting["layers"], setting["width"], setting["context"])
         sizes = {key: setting[key] for key in ("micro_batch", "sub_group_size")}
         job = job_of(shape, **sizes, sequence=setting["context"], recompute=False)
@@ -107,9 +113,9 @@ def errors_of_1b() -> Errors:
 
 
 @cache
-def errors_of_4b() -> Errors:
+def errors_of_4b(*, quick: bool = False) -> Errors:
     """Return the relative errors of the runs in ``h100_4b.csv``, with the plans that ran, and ``h100_4b_stock.csv``."""
-    profile, errors, shape = profile_of("H100"), defaultdict[str, list[float]](list), MODELS["Qwen3-4B"]
+    profile, errors, shape = profile_of("H100", quick=quick), defaultdict[str, list[float]](list), MODELS["Qwen3-4B"]
 
     def of_micro_batch(size: int) -> Forecast:
         return forecast(job_of(shape, micro_batch=size), profile, MemoryLimits(gpu=None, host=None), 10**9)
@@ -149,6 +155,26 @@ def test_iterations_of_both_arms_are_predicted_within_the_aims() -> None:
         assert rounded([*errors_of_1b()[arm], *errors_of_4b()[arm]]) == expected, arm
     assert len(errors_of_1b()["stock"]) == 7
     assert rounded(errors_of_4b()["no_offload"]) == (0.05, 0.05)
+
+
+def test_the_screen_states_these_errors_for_jobs_like_them_only() -> None:
+    one, many = (job_of(MODELS["Qwen3-4B"], world_size=size, ranks_per_node=1) for size in (1, 2))
+    shown = comparison(profile_of("H100"), one)
+    for median_error, largest in (
+        rounded([*errors_of_1b()["plugin"], *errors_of_4b()["plugin"], *errors_of_1b()["stock"]]),
+        rounded([*errors_of_1b()["speed-up"], *errors_of_4b()["speed-up"]]),
+        rounded([*errors_of_1b()["update"], *errors_of_4b()["update"]]),
+    ):
+        assert re.search(rf"{median_error:.0%}?( in the median)? and (by at most )?{largest:.0%}", shown), shown
+    for unlike in (many, replace(one, states="bf16")):
+        assert comparison(profile_of("H100"), unlike).startswith(NEVER)
+
+
+def test_without_a_measured_training_step_the_update_of_stock_is_as_much_too_short_as_the_screen_says() -> None:
+    errors = [*errors_of_1b(quick=True)["update"], *errors_of_4b(quick=True)["update"]]
+    assert "20 to 45% too short" in comparison(profile_of("H100", quick=True), job_of(MODELS["Qwen3-4B"]))
+    assert [round(max(errors), 2), round(min(errors), 1)] == [-0.2, -0.4]
+    assert min(errors) > -0.45
 
 
 def test_speed_ups_and_updates_of_stock_are_within_the_aims_in_the_median_and_not_at_worst() -> None:
