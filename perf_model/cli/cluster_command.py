@@ -47,10 +47,9 @@ def run(options: argparse.Namespace) -> int:
     layouts = layouts_of(job, batch, sizes or tensor_parallel_sizes(job), options.micro_batches)
     with screen.progress("Comparing layouts"):
         fitting, unfit = predict_layouts(job, layouts, profile, limits, inputs.overlap, inputs.unit_sizes)
-        pipeline, rates = None, megatron_rates(profile, job)
-        if rates is not None:
-            gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin
-            pipeline = best_pipeline_layout(job, batch, rates, gpu_bytes)
+        gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin
+        rates = megatron_rates(profile, job)
+        pipeline = None if rates is None else best_pipeline_layout(job, batch, rates, gpu_bytes)
     found: dict[str, Any] = {
         "network": {name: {"value": profile.get(name), "origin": origin} for name, origin in origins.items()},
         "layouts": [

@@ -19,8 +19,6 @@ from perf_model.training_run.training_memory import TrainingMemory
 ADAPTER_BYTES_PER_S = 25e9
 """The rate of the adapter of each GPU, 200 Gb/s (section 5). ZeRO-3 reaches the lower rate of the preset (table 2)."""
 
-RANKS_PER_NODE = 8
-
 GRADIENT_BYTES, STATE_BYTES = 4, 12
 """Bytes per trained parameter of the gradient, which Megatron-LM accumulates and reduces in fp32, and of fp32 master,
 ``exp_avg`` and ``exp_avg_sq`` without a distributed optimizer (``docs/source/api-guide/dist_optimizer.md``)."""
@@ -44,13 +42,13 @@ class PipelineLayout(NamedTuple):
 
 
 def megatron_rates(profile: HardwareProfile, job: Job) -> PhaseRates | None:
-    """Return the rates of Megatron-LM, or None unless the job is on several whole nodes of the paper's machine.
+    """Return the rates of Megatron-LM, or None unless the job is on several nodes, of 8 GPUs, of the paper's machine.
 
     Only there do tables 1 and 2 calibrate both sides of the comparison, with all parameters trained and used by every
     token. A changed figure makes another machine.
     """
     is_dense = job.shape.active_numel == job.shape.numel and job.trainable_share == 1
-    if not is_dense or job.ranks_on_node != RANKS_PER_NODE or job.world_size == job.ranks_on_node:
+    if not is_dense or job.ranks_on_node != 8 or job.world_size == job.ranks_on_node:
         return None
     if profile != MACHINES[SELENE].profile(job.ranks_on_node):
         return None
