@@ -204,7 +204,6 @@ def empty_host_cache() -> None:
 
 _ERRORS = {
     1: "invalid argument",
-    2: "out of memory",
     712: "part or all of the requested memory range is already mapped",
     713: "pointer does not correspond to a registered memory region",
 }
@@ -229,7 +228,7 @@ class DeviceRuntime:
     def cudaHostRegister(address: int, size_bytes: int, flags: int) -> int:
         if size_bytes <= 0:
             return 1
-        return (0, 712, 2)[call("register", address, size_bytes)]
+        return 0 if call("register", address, size_bytes) else 712
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
