@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.executor import Executor
@@ -35,6 +36,7 @@ from tests.software_gpu.faults.missing_order import combined, missing, patched
 from tests.software_gpu.racecheck import BETWEEN
 from tests.zero.parity.case import (
     CPU,
+    NO_THROUGHPUT_TIMER,
     RESIDENT,
     STREAMED,
     STREAMED_MANY_SLOTS,
@@ -68,16 +70,18 @@ class Fault:
     zero: dict[str, Any] = field(default_factory=dict)
     script: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def case(self, world_size: int) -> Case:
+    def case(self) -> Case:
+        """Return the case, which is trained without the timer that waits for the device."""
         return Case(
             name="fault",
             blocks=(self.block,),
-            world_size=world_size,
+            world_size=dist.get_world_size(),
             zero=self.zero,
             accumulation=self.accumulation,
             uses_of_shared=self.uses_of_shared,
             steps=self.steps,
             clip=0.3,
+            extra=NO_THROUGHPUT_TIMER,
         )
 
     def is_shown_by(self, race: str) -> bool:
@@ -104,6 +108,7 @@ sums_on_the_host = combined(patched(AcceleratorChoice, "fits_accumulators", lamb
 """Keep the sums of gradients in host memory, although the device has room for them."""
 
 ALL_GATHER, A_READ = "all_gather_into_tensor", "aten::sum in accesses.py"
+MASTERS = "fp32_partitioned_groups_flat"
 FLUSH_AND_PREFETCH = ("_flush_states", "_prefetch")
 """Parts of the texts of accesses."""
 
@@ -168,14 +173,14 @@ ON_ONE_RANK = {
     ),
     # No reader of states or parameters sees an update in flight.
     "readers of masters do not wait for the worker": Fault(
-        order.readers_do_not_wait("fp32_partitioned_groups_flat"),
+        order.readers_do_not_wait(MASTERS),
         CPU,
         ("_cpu_step", A_READ),
         script=after_each_step(accesses.read_masters),
         adversary=LAZY_WORKER,
     ),
     "readers of masters do not wait for FLUSH_STATES": Fault(
-        order.readers_do_not_wait("fp32_partitioned_groups_flat"),
+        order.readers_do_not_wait(MASTERS),
         STREAMED,
         ("_flush_states", A_READ),
         script=after_each_step(accesses.read_masters),
