@@ -100,26 +100,32 @@ TRAININGS = {
 QUICK = ("few plans", "only sums")
 
 
+def gradient_bytes(optimizer: Any) -> dict[Placement, int]:
+    """Return the bytes of gradients on the device, by the placement of their units."""
+    found = dict.fromkeys(Placement, 0)
+    for unit, buffer in zip(optimizer._running.memory.units, optimizer._gradients._buffers, strict=True):
+        for gradient in (buffer.grad, buffer.device_accumulator):
+            if gradient is not None and not gradient.is_cpu:
+                found[unit.placement] += gradient.untyped_storage().nbytes()
+    return found
+
+
 def check_memory(training: Training, name: str, optimizer: Any, allocated: int) -> None:
     """Check the memory of the running plan between two steps: what it takes, and what an eviction gives back."""
     running, case = optimizer._running, training.case
     plan, width = running.plan, 4 if case.dtype == "fp32" else 2
+    accumulates, keeps_sums = case.accumulation > 1, name in training.sums_of
     setup = TrainingSetup(
         widths=Widths(param=width, grad=width, publishes=not case.offload_param),
-        accumulates=case.accumulation > 1,
-        sums_on_accelerator=name in training.sums_of,
+        accumulates=accumulates,
+        sums_on_accelerator=keeps_sums or not accumulates,
         params_on_host=case.offload_param,
     )
     # Gradients on the GPU are those of streamed and resident units, and of others only if they are counted.
     expected = {placement: width * plan.numel(placement) for placement in Placement}
-    if not setup.sums_on_accelerator:
+    if not keeps_sums:
         expected[CPU] = 0
-    gradients = dict.fromkeys(Placement, 0)
-    for unit, buffer in zip(running.memory.units, optimizer._gradients._buffers, strict=True):
-        for gradient in (buffer.grad, buffer.device_accumulator):
-            if gradient is not None and not gradient.is_cpu:
-                gradients[unit.placement] += gradient.untyped_storage().nbytes()
-    assert gradients == expected, name
+    assert gradient_bytes(optimizer) == expected, name
     # The staging buffers stay as they are at start: for the first plan, or for any that the planner may choose later.
     first = optimizer._assembly.planned.plan
     if not training.plans:

@@ -194,24 +194,6 @@ def generate(engine: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor],
     return losses
 
 
-def memory_that_stock_needs(steps: Sequence[Step], case: Case = CASE) -> int:
-    """Return the memory of a GPU on which stock just fits. For one rank only: an error is not agreed on.
-
-    It is the least with which stock trains here, to 4 MiB, and 8 MiB that the engine before may have left in segments.
-    From the third on, equal steps in a row need what the second needs, and are left out.
-    """
-    steps = [step for number, step in enumerate(steps) if number < 2 or steps[number - 2 : number] != [step, step]]
-    enough, too_small = 256, 0
-    while enough - too_small > 4:
-        tried = (enough + too_small) // 2
-        try:
-            train_on_gpu(steps, None, tried * 2**20, case)
-            enough = tried
-        except torch.OutOfMemoryError:
-            too_small = tried
-    return (enough + 8) * 2**20
-
-
 def batch(case: Case, number: int, tokens: int, busiest: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs of so many tokens, the same whenever rank and ``number`` are the same.
 
