@@ -25,6 +25,7 @@ from tests.kernels.adam_steps import (
     differences,
     machine_arithmetic,
     random_tensors,
+    rounded_upper_halves,
     steps_of,
 )
 
@@ -106,25 +107,12 @@ def test_gradients_and_parameters_may_begin_at_any_element(offsets: tuple[int, i
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
 def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
-    """Check all 65,536 upper halves, with lower halves at, above and below a tie, including infinities and NaN."""
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
-    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
-    zeros = torch.zeros_like(master)
-    tensors = on_gpu(
-        AdamTensors(
-            master=master,
-            exp_avg=zeros,
-            exp_avg_sq=zeros,
-            grad=zeros.bfloat16(),
-            param=torch.empty(len(master), dtype=param_dtype),
-        )
-    )
-    kernel = triton_adam()
+    plain, expected = rounded_upper_halves(param_dtype)
+    tensors, kernel = on_gpu(plain), triton_adam()
     kernel.begin_step([replace(STEP, weight_decay=0.0)])  # the master does not change
     kernel.update(0, tensors)
     found = on_cpu(tensors)
-    assert differences(found, replace(found, master=master, param=master.to(param_dtype))) == []
+    assert differences(found, replace(found, master=expected.master, param=expected.param)) == []
 
 
 def update_both(gpu_tensors: AdamTensors, cpu_tensors: AdamTensors) -> None:

@@ -178,6 +178,20 @@ def difficult_tensors(
     return replace(tensors, grad=grad, param=param), lambda: gradient().masked_fill(still, 0)
 
 
+def rounded_upper_halves(param_dtype: torch.dtype) -> tuple[AdamTensors, AdamTensors]:
+    """Return tensors whose masters stay without weight decay, and what they are after an update.
+
+    The masters have all 65,536 upper halves, with lower halves at, above and below a tie, infinities and NaN included.
+    """
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
+    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
+    zeros = torch.zeros_like(master)
+    states = {"master": master, "exp_avg": zeros, "exp_avg_sq": zeros, "grad": zeros.bfloat16()}
+    tensors = AdamTensors(**states, param=torch.empty(len(master), dtype=param_dtype))
+    return copied(tensors), replace(tensors, param=master.to(param_dtype))
+
+
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """Return x * y + z, rounded once to float32.
 

@@ -46,6 +46,7 @@ from tests.kernels.adam_steps import (
     in_dtypes,
     machine_arithmetic,
     random_tensors,
+    rounded_upper_halves,
     steps_of,
     with_infinities,
 )
@@ -239,22 +240,11 @@ def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
 def test_rounding_is_that_of_pytorch_for_every_upper_half(
     param_dtype: torch.dtype, instruction_set: InstructionSet
 ) -> None:
-    """Check all upper halves with lower halves at, above and below a tie; infinities and the places of NaN, too."""
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
-    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
-    zeros = torch.zeros_like(master)
-    tensors = AdamTensors(
-        master=master.clone(),
-        exp_avg=zeros.clone(),
-        exp_avg_sq=zeros.clone(),
-        grad=zeros.bfloat16(),
-        param=zeros.to(param_dtype),
-    )
+    tensors, expected = rounded_upper_halves(param_dtype)
     kernel = fused(num_threads=2, instruction_set=instruction_set)
-    kernel.begin_step([replace(STEP, weight_decay=0.0)])  # nothing moves
+    kernel.begin_step([replace(STEP, weight_decay=0.0)])
     kernel.update(0, tensors)
-    assert differences(tensors, replace(tensors, master=master, param=master.to(param_dtype))) == []
+    assert differences(tensors, replace(expected, exp_avg=tensors.exp_avg, exp_avg_sq=tensors.exp_avg_sq)) == []
 
 
 NANS = torch.tensor([0x7FC00000, 0x7FC10000, -0x400000, -0x10000], dtype=torch.int32).view(torch.float32).repeat(251)

@@ -6,20 +6,15 @@ The device is lazy: what nothing waits for is not executed.
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from deep_opt_states.runtime.uninterrupted import THREAD_NAME
-from deep_opt_states.runtime.worker import Task, Worker
-from perf_model.schedule.placement import Placement
 from tests.launch import REPOSITORY
 from tests.ranks import ranks
 from tests.software_gpu import device
@@ -43,9 +38,9 @@ STRIDE = {**STRIDE_2, "num_slots": 2}
 HELPERS = ("library.py", "device.py", "cuda.py", "plugged.py", "compat.py", "nvtx.py", "__init__.py")
 """Files whose functions wait on behalf of their callers. ``__init__.py`` is that of ``torch.accelerator``."""
 
-WORKER, WHOLE_DEVICE, COPY_OF_OFFLOADED = "worker", "synchronize", "copy H2D, blocking"
-"""Reasons of waits: for a task of the worker, for all streams, and for a copy that DeepSpeed issues before it gathers
-an offloaded parameter, with several ranks only."""
+WHOLE_DEVICE, COPY_OF_OFFLOADED = "synchronize", "copy H2D, blocking"
+"""Reasons of waits: for all streams, and for a copy that DeepSpeed issues before it gathers an offloaded parameter,
+with several ranks only."""
 
 ROWS = {
     # Where the host waits, by the caller: the phase and the row of the table.
@@ -86,18 +81,13 @@ def table() -> dict[tuple[str, str], tuple[str, list[str]]]:
 
 @dataclass
 class Waits:
-    """The waits of each steady forward, backward and step, as reason and caller, and the copies of these steps.
-
-    ``left_to_issue`` has the actions that were not issued when an update in flight was reported.
-    """
+    """The waits of each steady forward, backward and step, as reason and caller, and the copies of these steps."""
 
     by_phase: dict[str, list[list[tuple[str, str]]]] = field(
         default_factory=lambda: {"forward": [], "backward": [], "step": []}
     )
     copies: Counter[str] = field(default_factory=Counter)
-    left_to_issue: list[int] = field(default_factory=list)
     sub_groups: int = 0
-    cpu_units: int = 0
 
     def all(self) -> list[tuple[str, str]]:
         return [wait for steps in self.by_phase.values() for waits in steps for wait in waits]
@@ -110,27 +100,6 @@ def reason_and_caller(wait: device.Wait) -> tuple[str, str]:
     return wait.reason, caller
 
 
-def recorded_waits_for_the_worker(waits: list[device.Wait]) -> AbstractContextManager[object]:
-    """Return a context in which the waits of the main thread, and of its sections, for the worker are recorded."""
-    submit = Worker.submit
-
-    def recorded(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded_wait(timeout: float | None = None) -> Any:
-            if threading.current_thread().name in (threading.main_thread().name, THREAD_NAME):
-                waits.append(device.Wait(WORKER, "script", ("",)))
-            return wait(timeout)
-
-        return recorded_wait
-
-    def submit_recorded(self: Worker, task: Task) -> Future[None]:
-        future = submit(self, task)
-        for name in ("result", "exception"):
-            setattr(future, name, recorded(getattr(future, name)))
-        return future
-
-    return mock.patch.object(Worker, "submit", submit_recorded)
-
-
 def waits_of(case: Case, block: Block) -> Waits:
     found = Waits()
     with (
@@ -138,7 +107,6 @@ def waits_of(case: Case, block: Block) -> Waits:
         shared_folder() as folder,
         closing_engine(case, block) as engine,
         device.recorded_host_waits() as waits,
-        recorded_waits_for_the_worker(waits),
         ExitStack() as patches,
     ):
 
@@ -159,30 +127,15 @@ def waits_of(case: Case, block: Block) -> Waits:
 
         for phase in found.by_phase:
             patches.enter_context(mock.patch.object(engine, phase, recorded(phase)))
-        optimizer = engine.optimizer
-        if block is not None:
-            executor, report = optimizer._running.executor, optimizer.report
-
-            def updated(*args: Any, reported: Callable[..., Any] = report.updated) -> None:
-                if executor.pending:
-                    found.left_to_issue.append(len(executor._issuer.schedule.actions) - executor._issuer.issued)
-                reported(*args)
-
-            patches.enter_context(mock.patch.object(report, "updated", updated))
-            found.cpu_units = optimizer.plan.placements.count(Placement.CPU)
         # The record would read the optimizer's states, with copies of its own.
         with mock.patch("tests.zero.parity.training.collect"):
             train(engine, case, folder)
         if block is not None:
-            optimizer._update.wait()
+            engine.optimizer._update.wait()
         device.call("drain")
         found.copies.update(span.name for span in device.take_spans() if span.name.startswith("copy "))
-        found.sub_groups = len(optimizer.fp16_groups)
+        found.sub_groups = len(engine.optimizer.fp16_groups)
     return found
-
-
-def is_deferred(block: Block) -> bool:
-    return block is not None and block.get("overlap_forward", True)
 
 
 def expected_waits(case: Case, block: Block, sub_groups: int) -> Counter[tuple[str, str]]:
@@ -190,8 +143,8 @@ def expected_waits(case: Case, block: Block, sub_groups: int) -> Counter[tuple[s
     expected: Counter[tuple[str, str]] = Counter()
     for key, (condition, numbers) in table().items():
         # A cell has ``3``, or ``4n`` for n sub-groups. The columns: stock, the update ends in step(), deferred.
-        number = numbers[(block is not None) + is_deferred(block)]
-        factor, of_sub_groups = re.fullmatch(r"(\d*)(n?)", number).groups()  # type: ignore[union-attr]
+        column = 0 if block is None else 1 + block.get("overlap_forward", True)
+        factor, of_sub_groups = re.fullmatch(r"(\d*)(n?)", numbers[column]).groups()  # type: ignore[union-attr]
         if CONDITIONS[condition](case):
             expected[key] = int(factor or 1) * (sub_groups if of_sub_groups else 1)
     return +expected
@@ -206,7 +159,7 @@ def check_table(case: Case, block: Block, found: Waits) -> None:
             for reason, caller in waits[step]:
                 if caller.startswith(GATHERS) and (phase != "step" or reason == COPY_OF_OFFLOADED):
                     assert reason != COPY_OF_OFFLOADED or (case.offload_param and case.world_size > 1)
-                elif caller not in REPORTS and reason != WORKER:
+                elif caller not in REPORTS:
                     counted[ROWS[caller]] += 1
                     assert ROWS[caller][0] == phase, f"{caller} waits in {phase}, step {step}"
         assert counted == expected_waits(case, block, found.sub_groups), step
@@ -214,23 +167,6 @@ def check_table(case: Case, block: Block, found: Waits) -> None:
     # whose prefetches are in flight must not be waited for.
     reasons = {reason for reason, _ in found.all()}
     assert (WHOLE_DEVICE in reasons) == (block is None and case.world_size > 1)
-
-
-def check_worker(block: Block, found: Waits) -> None:
-    """Check that forward waits for CPU units alone, and backward for the rest.
-
-    The report of an update, for which the host waits, comes when the next one is issued.
-    """
-    forward, backward, step = (
-        [sum(reason == WORKER for reason, _ in waits) for waits in steps] for steps in found.by_phase.values()
-    )
-    # PUBLISH and CPU_STEP of each unit; the persistent unit is published in the step.
-    in_step = 2 if is_deferred(block) else 2 * found.cpu_units
-    assert step == [in_step] * STEADY_STEPS
-    assert [sum(both) for both in zip(forward, backward, strict=True)] == [2 * found.cpu_units - in_step] * STEADY_STEPS
-    if is_deferred(block):
-        assert found.left_to_issue == [0] * (STEPS - 1)
-        assert found.cpu_units < 2 or max(forward) >= 3, "nothing was deferred"
 
 
 def check_copies(case: Case, block: Block, found: Waits) -> None:
@@ -272,5 +208,3 @@ def test_the_host_waits_as_often_as_the_documentation_says_and_for_no_copy_of_th
             found = waits_of(case, block)
             check_table(case, block, found)
             check_copies(case, block, found)
-            if not case.offload_param:
-                check_worker(block, found)

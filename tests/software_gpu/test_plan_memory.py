@@ -79,12 +79,6 @@ TRAININGS = {
         plans=("3 slots", "mixed", "resident", "cpu"),
         steps=5,
     ),
-    "filled, accumulation": Training(
-        block={"gpu_memory_margin_gb": 0.05},
-        case=replace(LARGE, accumulation=3),
-        memory_bytes=GIB // 2,
-        sums_of=("at the end",),
-    ),
     # The budget is for the sums of all gradients, but for no states.
     "only sums": Training(
         block={"gpu_memory_gb": 0.046},
