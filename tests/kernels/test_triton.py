@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from deep_opt_states.device.kernels import triton_adam, triton_kernel
@@ -32,7 +30,7 @@ from deep_opt_states.device.kernels.adam import (
     StateDtypes,
 )
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
-from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, BlockShape, TritonAdam
+from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
 from tests.kernels.adam_steps import (
     BETAS,
@@ -90,26 +88,6 @@ class Compiled:
         return counts
 
 
-def compile_kernel(
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, object],
-    capability: int,
-    options: Mapping[str, object],
-) -> Compiled:
-    """Compile ``kernel``. ``types`` has Triton's type of each parameter that is neither fp32 nor a constant."""
-    given = {**types, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: given.get(name, "fp32") for name in kernel.arg_names}
-    pointers = [position for position, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    aligned = {(position,): [["tt.divisibility", ALIGNMENT_BYTES]] for position in pointers}
-    found = triton.compile(
-        ASTSource(kernel, signature, dict(constants), aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={**options, "num_warps": BlockShape().warps},
-    )
-    return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
-
-
 class AbsentGpu:
     """The part of Triton's driver that a compilation uses, for a GPU that need not be present."""
 
@@ -127,24 +105,25 @@ class AbsentGpu:
         return GPUTarget("cuda", self._capability, 32)
 
 
-class CompilingKernel:
-    """A stand-in for Triton's kernel, whose launches compile for ``capability`` and run nothing.
+def compiled(kernel: Any, capability: int, *arguments: Any, grid: tuple[int] = (1,), **named: Any) -> Compiled:
+    """Return the kernel of a launch, which Triton chooses by the types and the alignment of the arguments."""
+    with mock.patch.object(driver, "_active", AbsentGpu(capability)):
+        found = kernel.run(*arguments, grid=grid, warmup=True, **named)
+    return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
 
-    ``launched`` holds the kernel of each launch. Triton's own code chooses it, by the types and the alignment of the
-    arguments.
-    """
+
+class CompilingKernel:
+    """A stand-in for Triton's kernel, whose launches compile for ``capability`` and run nothing."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
         self.launched: list[Compiled] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        def launch(*arguments: Any, **named: Any) -> None:
+            self.launched.append(compiled(update, self._capability, *arguments, grid=grid, **named))
 
-    def _launch(self, grid: tuple[int], *arguments: Any, **named: Any) -> None:
-        with mock.patch.object(driver, "_active", AbsentGpu(self._capability)):
-            found = update.run(*arguments, grid=grid, warmup=True, **named)
-        self.launched.append(Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"]))
+        return launch
 
 
 def compile_launches(
@@ -190,7 +169,6 @@ def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 # The instructions
 
 
-FUSION = {**OPTIONS, "enable_fp_fusion": True}
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
 
@@ -232,10 +210,10 @@ def multiply_add(a, b, c, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_product_fused_into_a_sum_is_detected(capability: int, tmp_path: Path) -> None:
     """Check it with a kernel that leaves the fusion to the compiler: the Adam kernel's sums cannot be contracted."""
-    types = dict.fromkeys("abc", "*fp32")
-    constants = {"BLOCK": 256}  # one element per thread
-    check_nothing_is_contracted(compile_kernel(multiply_add, types, constants, capability, OPTIONS), 1, tmp_path)
-    fused = compile_kernel(multiply_add, types, constants, capability, FUSION)
+    tensors, options = [torch.zeros(256) for _ in range(3)], {"num_warps": BlockShape().warps, "BLOCK": 256}
+    unfused = compiled(multiply_add, capability, *tensors, **options, **OPTIONS)
+    check_nothing_is_contracted(unfused, 1, tmp_path)
+    fused = compiled(multiply_add, capability, *tensors, **options, **{**OPTIONS, "enable_fp_fusion": True})
     assert fused.machine_operations(tmp_path) == {"FFMA": 1}
     with pytest.raises(AssertionError):
         check_nothing_is_contracted(fused, 1, tmp_path)

@@ -23,7 +23,7 @@ LAZY_S = 20.0
 
 LAZY, LAZY_WORKER = "lazy", "lazy worker"
 LAZY_SIDE_STREAMS = "lazy side streams"
-LAZY_COPIES_TO_THE_HOST = "lazy kernels and copies to the host"
+LAZY_TO_HOST = "lazy kernels and copies to the host"
 
 
 class LazyWorker(Worker):
@@ -72,6 +72,6 @@ ADVERSARIES: dict[str, tuple[Settings, Callable[[], AbstractContextManager[objec
     # Tasks of the default stream are not late, so that they overtake those of the other streams.
     LAZY_SIDE_STREAMS: (Settings(lazy=True, lazy_s=LAZY_S, eager="on default stream"), nullcontext),
     # Prefetches overtake flushes.
-    LAZY_COPIES_TO_THE_HOST: (Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device"), nullcontext),
+    LAZY_TO_HOST: (Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device"), nullcontext),
 }
 """The settings of the device by name, and a context in which the host behaves in a certain way, too."""

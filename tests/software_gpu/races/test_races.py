@@ -94,7 +94,7 @@ def test_every_access_of_a_script_is_ordered_and_the_bits_are_those_of_stock() -
     assert bool(races) == (dist.get_world_size() > 1)
     one_bucket = {"sub_group_size": 10**6, "zero": {"reduce_bucket_size": 10**6}}
     abandoned = replace(ACCESSED, accumulation=1, caller_accumulates=True, **one_bucket)
-    check(abandoned, STRIDE_2, accesses.abandoning(), trained(abandoned, STRIDE_2, accesses.abandoning()))
+    check(abandoned, STRIDE_2, accesses.abandoning, trained(abandoned, STRIDE_2, accesses.abandoning))
 
 
 @pytest.mark.P1
