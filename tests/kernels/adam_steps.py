@@ -6,7 +6,7 @@ guards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +42,12 @@ def steps_of(count: int, **changes: object) -> list[AdamStep]:
     return [
         replace(plain, step=1 + index, lr=plain.lr / (1 + index), grad_scale=0.37 + index) for index in range(count)
     ]
+
+
+def changing(steps: Iterable[AdamStep]) -> list[AdamStep]:
+    """Return the steps with other betas from the third to the fifth, and a jump of 40 after the eighth."""
+    changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in steps]
+    return [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
 
 
 def fused(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise, permutations, product
+from itertools import cycle, pairwise, permutations, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,12 +108,11 @@ def wrong_nans(tensors: AdamTensors) -> list[str]:
 
 
 def cases() -> Iterator[tuple[Tail, torch.dtype, torch.dtype | None, bool, StateDtypes]]:
-    """Yield every tail with every pair of dtypes. The kinds of decay alternate over them."""
-    for tail, (row, grad), (column, param) in product(Tail, enumerate(GRADS), enumerate(PARAMS)):
-        yield tail, grad, param, (row + column) % 2 == 0, FP32_STATES
-    for tail, dtypes, grad in product(Tail, (BF16_MASTERS, BF16_STATES), GRADS[:2]):
-        yield tail, grad, torch.bfloat16, True, dtypes
-        yield tail, grad, None, False, dtypes
+    """Yield every pair of dtypes of gradient and parameters, with tails and kinds of decay in turn."""
+    bf16_states = product((BF16_MASTERS, BF16_STATES), GRADS[:2], (torch.bfloat16, None))
+    pairs = [*((FP32_STATES, *pair) for pair in product(GRADS, PARAMS)), *bf16_states]
+    for (states, grad, param), tail, adamw in zip(pairs, cycle(Tail), cycle((True, False)), strict=False):
+        yield tail, grad, param, adamw, states
 
 
 @pytest.mark.P2

@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -172,32 +172,33 @@ def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
 
-Dtypes = tuple[torch.dtype, torch.dtype | None, StateDtypes]
-LAUNCHED: list[Dtypes] = [
-    *((grad, param, FP32_STATES) for grad, param in product(GRADS, PARAMS)),
-    *product((torch.float32, torch.bfloat16), (torch.bfloat16, None), (BF16_MASTERS, BF16_STATES)),
-]
-"""The dtypes of the gradient, of the parameters and of the states with which the kernel can be launched."""
+
+def launched() -> Iterator[tuple[int, Tail, torch.dtype, torch.dtype | None, StateDtypes]]:
+    """Yield each capability with each tail, and dtypes of gradient, parameters and states, each in some of these."""
+    pairs = {
+        FP32_STATES: iter(zip(cycle(GRADS), PARAMS, strict=False)),
+        BF16_MASTERS: product((torch.float32, torch.bfloat16), (torch.bfloat16, None)),
+        BF16_STATES: product((torch.float32, torch.bfloat16), (torch.bfloat16, None)),
+    }
+    for (row, capability), (column, tail) in product(enumerate(CAPABILITIES), enumerate(Tail)):
+        states = list(pairs)[(row + column) % len(pairs)]
+        yield capability, tail, *next(pairs[states]), states
 
 
 @pytest.mark.P2
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("tail", Tail)
+@pytest.mark.parametrize(("capability", "tail", "grad", "param", "states"), launched())
 def test_every_launched_kernel_rounds_as_ieee_754_requires_and_contracts_nothing(
-    tail: Tail, capability: int, tmp_path: Path
+    capability: int, tail: Tail, grad: torch.dtype, param: torch.dtype | None, states: StateDtypes, tmp_path: Path
 ) -> None:
-    # Each combination of dtypes belongs to at least one tail and capability.
-    parts = list(product(CAPABILITIES, Tail))
-    for grad, param, states in LAUNCHED[parts.index((capability, tail)) :: len(parts)]:
-        compiled = compile_launches(grad, param, states, tail, capability)
-        assert len({kernel.ptx for kernel in compiled}) == (4 if param is not None else 2), "one for each alignment"
-        for kernel in compiled:
-            check_rounding(kernel)
-            check_nothing_is_contracted(kernel, SUMS[tail], tmp_path)
-            # One in whole blocks, and one in partial blocks.
-            assert kernel.operations("sqrt.rn.f32") == kernel.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
-            assert kernel.operations("mul.rn.f32") > 0
-            assert kernel.operations("fma.rn.f32") > 0
+    kernels = compile_launches(grad, param, states, tail, capability)
+    assert len({kernel.ptx for kernel in kernels}) == (4 if param is not None else 2), "one for each alignment"
+    for kernel in kernels:
+        check_rounding(kernel)
+        check_nothing_is_contracted(kernel, SUMS[tail], tmp_path)
+        # One in whole blocks, and one in partial blocks.
+        assert kernel.operations("sqrt.rn.f32") == kernel.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
+        assert kernel.operations("mul.rn.f32") > 0
+        assert kernel.operations("fma.rn.f32") > 0
 
 
 @triton.jit

@@ -220,15 +220,12 @@ def test_kernels_of_the_model_are_slowed_down_by_copies() -> None:
     assert elapsed_ms(beside_a_copy, MachineRates(**slow)) == milliseconds(100)
 
 
-def _beside_work_of_the_host(rates: MachineRates, issue: Callable[[], object], **used_per_s: float) -> None:
-    """Issue work while the host works, which uses so much of other resources per second of the CPU.
-
-    The host works until after the end, or for longer if this machine was too slow to issue the work early enough.
-    """
+def _beside_work_of_the_host(rates: MachineRates, issue: Callable[[], object]) -> None:
+    """Issue work while the host works, until after the end, or for longer if this machine is slow to issue the work."""
     for work_s in (0.2, 2, 20):
         issued_from_s = time.monotonic()
         with changed(rates=rates):
-            with device.host_work(cpu=work_s, **{name: work_s * amount for name, amount in used_per_s.items()}):
+            with device.host_work(cpu=work_s):
                 issue()
                 issued_s = time.monotonic() - issued_from_s
             device.synchronize()
@@ -238,7 +235,7 @@ def _beside_work_of_the_host(rates: MachineRates, issue: Callable[[], object], *
 
 
 @on_device
-def test_work_of_the_host_slows_kernels_of_the_model_and_copies_down_and_not_updates() -> None:
+def test_work_of_the_host_slows_kernels_of_the_model_down_and_not_updates() -> None:
     model, (begin, end, updated) = torch.zeros(20_000, device=DEVICE_TYPE), events(3)
 
     def issue() -> None:
@@ -251,12 +248,3 @@ def test_work_of_the_host_slows_kernels_of_the_model_and_copies_down_and_not_upd
     _beside_work_of_the_host(MachineRates(device_bytes_per_s=2e6, slowed_by_host_work=0.5), issue)
     assert begin.elapsed_time(end) > 79
     assert end.elapsed_time(updated) == milliseconds(10)
-    host, on_gpu = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
-
-    def issue_copy() -> None:
-        begin.record()
-        on_gpu.copy_(host, non_blocking=True)
-        end.record()
-
-    _beside_work_of_the_host(MachineRates(h2d=1e8, host_memory=1e8), issue_copy, host_memory=1e8)
-    assert begin.elapsed_time(end) > 60, "alone, the copy takes 40 ms"
