@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -96,19 +95,12 @@ FEW, NUMEL = 1000, 100_000
 """The elements of a pageable copy that is staged, and of one that is too large for that."""
 
 CHUNK_NUMEL = 25_000
-CHUNK_BYTES = 4 * CHUNK_NUMEL
 
 
 def _on_gpu(value: float, numel: int = NUMEL) -> torch.Tensor:
     tensor = torch.full((numel,), value, device=DEVICE_TYPE)
     device.synchronize()
     return tensor
-
-
-@contextmanager
-def _our_device(chunk_bytes: int = CHUNK_BYTES) -> Iterator[cuda.CudaDevice]:
-    with mock.patch.object(cuda, "torch", TORCH):
-        yield cuda.CudaDevice(0, chunk_bytes)
 
 
 def _names_of_work(copy: Callable[[], object]) -> list[str]:
@@ -157,7 +149,8 @@ def test_only_copies_from_and_to_page_locked_memory_are_asynchronous() -> None:
 @on_device
 def test_large_copies_between_host_and_device_are_divided_and_no_others() -> None:
     numel = 2 * CHUNK_NUMEL + CHUNK_NUMEL // 2
-    with _our_device() as ours:
+    with mock.patch.object(cuda, "torch", TORCH):
+        ours = cuda.CudaDevice(0, 4 * CHUNK_NUMEL)
         host, on_gpu = ours.empty_host(numel, torch.float32).zero_(), ours.empty(numel, torch.float32).zero_()
         other = torch.zeros_like(on_gpu)
         in_bf16 = ours.empty(numel, torch.bfloat16)
