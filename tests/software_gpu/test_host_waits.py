@@ -80,7 +80,7 @@ def table() -> dict[tuple[str, str], tuple[str, list[str]]]:
 
 
 @dataclass
-class Waits:
+class HostWaits:
     """The waits of each steady forward, backward and step, as reason and caller, and the copies of these steps."""
 
     by_phase: dict[str, list[list[tuple[str, str]]]] = field(
@@ -100,8 +100,8 @@ def reason_and_caller(wait: device.Wait) -> tuple[str, str]:
     return wait.reason, caller
 
 
-def waits_of(case: Case, block: Block) -> Waits:
-    found = Waits()
+def waits_of(case: Case, block: Block) -> HostWaits:
+    found = HostWaits()
     with (
         plugged(LAZY),
         shared_folder() as folder,
@@ -150,7 +150,7 @@ def expected_waits(case: Case, block: Block, sub_groups: int) -> Counter[tuple[s
     return +expected
 
 
-def check_table(case: Case, block: Block, found: Waits) -> None:
+def check_table(case: Case, block: Block, found: HostWaits) -> None:
     """Check that each wait of a step has a row of the table, and that there are as many as the table says."""
     assert found.sub_groups >= 2, "a wait per sub-group would be noticed"
     for step in range(STEADY_STEPS):
@@ -169,7 +169,7 @@ def check_table(case: Case, block: Block, found: Waits) -> None:
     assert (WHOLE_DEVICE in reasons) == (block is None and case.world_size > 1)
 
 
-def check_copies(case: Case, block: Block, found: Waits) -> None:
+def check_copies(case: Case, block: Block, found: HostWaits) -> None:
     """Check that only the norms and the agreements of the ranks, which decide the step, are read by blocking copies."""
     agreements = STEADY_STEPS * expected_waits(case, block, 0)[ROWS["agreement.py:share"]]
     assert (agreements > 0) == (case.world_size > 1)

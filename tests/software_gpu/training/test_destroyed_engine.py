@@ -39,7 +39,7 @@ CASE = Case(
 )
 
 
-class Memory(NamedTuple):
+class LeftMemory(NamedTuple):
     """The bytes on the device that an engine leaves, and that its parameters return and take again.
 
     ``reserved`` are reserved by the plugin, of which ``given_back`` go with the parameters.
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
     given_back: int
 
 
-def memory_of(block: dict[str, Any] | None) -> Memory:
+def memory_of(block: dict[str, Any] | None) -> LeftMemory:
     gc.collect()
     before = device.memory_allocated()
     with shared_folder() as folder, closing_engine(CASE, block) as engine:
@@ -71,7 +71,7 @@ def memory_of(block: dict[str, Any] | None) -> Memory:
     gc.collect()
     assert optimizer is not None, "the reference is kept until here"
     left = device.memory_allocated() - before
-    return Memory(left, trained - offloaded, reloaded - offloaded, reserved, given_back)
+    return LeftMemory(left, trained - offloaded, reloaded - offloaded, reserved, given_back)
 
 
 def reserved_bytes_of(optimizer: Any) -> int:
