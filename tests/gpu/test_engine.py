@@ -28,7 +28,7 @@ from tests.forked_child import is_mapped
 from tests.gpu.parts import seconds_left
 from tests.ranks import on_ranks, once
 from tests.zero.parity import training
-from tests.zero.parity.case import CPU, EVERY_PLACEMENT, SERIAL, STREAMED, STRIDE_2, Case, by_sub_group
+from tests.zero.parity.case import CPU, EVERY_PLACEMENT, RESIDENT, SERIAL, STREAMED, STRIDE_2, Case, by_sub_group
 from tests.zero.parity.cases import CASES
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import (
@@ -48,7 +48,6 @@ CUDA = {"DS_ACCELERATOR": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM
 """The variables of the ranks. cuBLAS is only reproducible with a configured workspace."""
 
 OVERLAP = {"overlap_comm": True}
-RESIDENTS = {"placement": [{"match": "*", "states": "resident"}]}
 MIXED = {**by_sub_group("streamed", "resident", "cpu", "resident", "streamed"), "num_slots": 1}
 CPU_SUITE_CASES = (
     "residents, clipping, reload in process",
@@ -59,7 +58,7 @@ CPU_SUITE_CASES = (
 )
 PLACEMENTS = Case(
     name="every placement",
-    blocks=(*EVERY_PLACEMENT, RESIDENTS, MIXED, {**MIXED, **SERIAL}, {**STRIDE_2, **SERIAL}),
+    blocks=(*EVERY_PLACEMENT, RESIDENT, MIXED, {**MIXED, **SERIAL}, {**STRIDE_2, **SERIAL}),
     clip=0.5,
     zero=OVERLAP,
 )
@@ -207,7 +206,6 @@ def memory_of_gpu_0() -> tuple[str, int]:
         return str(engine.device), used_bytes() - before_bytes
 
 
-TRAFFIC, PAGE_LOCKED = "gradient traffic", "page-locked"
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     "placements": {str(block): partial(placement, block) for block in PLACEMENTS.blocks},
     "long": {
@@ -216,8 +214,8 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "engine": {
         **{case.name: partial(same_as_stock, case) for case in COMPARED},
-        TRAFFIC: lambda: [traffic(*case) for case in TRAFFIC_CASES],
-        PAGE_LOCKED: page_locked,
+        "gradient traffic": lambda: [traffic(*case) for case in TRAFFIC_CASES],
+        "page-locked": page_locked,
         WIDE.name: peak_memory,
     },
     "processes": {FORKED.name: train_with_fork},
@@ -294,13 +292,13 @@ def test_200_steps_of_long_runs_have_the_same_bits(name: str) -> None:
 
 
 def test_each_gradient_moves_the_expected_bytes_in_each_direction() -> None:
-    for (block, accumulation), moved in zip(TRAFFIC_CASES, result_of("engine", TRAFFIC), strict=True):
+    for (block, accumulation), moved in zip(TRAFFIC_CASES, result_of("engine", "gradient traffic"), strict=True):
         # A GPU has enough memory for the accumulators of so few parameters.
         check_traffic(block, accumulation, moved, sums_stay=True)
 
 
 def test_the_states_in_host_memory_are_page_locked_until_destroy() -> None:
-    found = result_of("engine", PAGE_LOCKED)
+    found = result_of("engine", "page-locked")
     assert min(map(len, found)) > 10, "masters and moments of several sub-groups"
     assert [set(locked) for locked in found] == [{True}, {False}] * 2
 

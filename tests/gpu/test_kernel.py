@@ -21,14 +21,14 @@ from tests.kernels.adam_steps import (
     GRADS,
     PARAMS,
     STEP,
+    changing,
     copied,
     differences,
     machine_arithmetic,
     random_tensors,
+    rounded_upper_halves,
     steps_of,
 )
-
-ARITHMETICS = [Arithmetic(width, tail) for width, tail in product((16, 8, 1), Tail)]
 
 
 @pytest.mark.parametrize("grad_dtype", GRADS)
@@ -40,7 +40,7 @@ def test_every_combination_of_dtypes_has_the_bits_of_the_cpu_kernel(
         assert train_both(steps_of(8), 10_007, grad_dtype, param_dtype, adamw=adamw) == []
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=str)
+@pytest.mark.parametrize("arithmetic", [Arithmetic(width, tail) for width, tail in product((16, 8, 1), Tail)], ids=str)
 def test_tails_of_every_length_and_arithmetic_have_the_bits_of_the_cpu_kernel(arithmetic: Arithmetic) -> None:
     """Check all arithmetics, also those that no compiler here uses for stock's tail, with and without whole blocks."""
     for numel in (*range(1, 33), *(4096 + tail for tail in range(16))):
@@ -83,10 +83,8 @@ def test_many_steps_of_a_large_sub_group_have_the_bits_of_the_cpu_kernel() -> No
 
 
 def test_bits_stay_equal_when_betas_change_and_a_checkpoint_changes_the_step() -> None:
-    plain = steps_of(12)
-    changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in plain]
-    jumped = [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
-    assert train_both([*jumped, jumped[-1]], 1001, torch.bfloat16, torch.bfloat16) == []
+    steps = changing(steps_of(12))
+    assert train_both([*steps, steps[-1]], 1001, torch.bfloat16, torch.bfloat16) == []
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 1), (3, 5)])
@@ -106,25 +104,12 @@ def test_gradients_and_parameters_may_begin_at_any_element(offsets: tuple[int, i
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
 def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
-    """Check all 65,536 upper halves, with lower halves at, above and below a tie, including infinities and NaN."""
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
-    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
-    zeros = torch.zeros_like(master)
-    tensors = on_gpu(
-        AdamTensors(
-            master=master,
-            exp_avg=zeros,
-            exp_avg_sq=zeros,
-            grad=zeros.bfloat16(),
-            param=torch.empty(len(master), dtype=param_dtype),
-        )
-    )
-    kernel = triton_adam()
+    plain, expected = rounded_upper_halves(param_dtype)
+    tensors, kernel = on_gpu(plain), triton_adam()
     kernel.begin_step([replace(STEP, weight_decay=0.0)])  # the master does not change
     kernel.update(0, tensors)
     found = on_cpu(tensors)
-    assert differences(found, replace(found, master=master, param=master.to(param_dtype))) == []
+    assert differences(found, replace(found, master=expected.master, param=expected.param)) == []
 
 
 def update_both(gpu_tensors: AdamTensors, cpu_tensors: AdamTensors) -> None:

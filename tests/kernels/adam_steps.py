@@ -6,7 +6,7 @@ guards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +42,12 @@ def steps_of(count: int, **changes: object) -> list[AdamStep]:
     return [
         replace(plain, step=1 + index, lr=plain.lr / (1 + index), grad_scale=0.37 + index) for index in range(count)
     ]
+
+
+def changing(steps: Iterable[AdamStep]) -> list[AdamStep]:
+    """Return the steps with other betas from the third to the fifth, and a jump of 40 after the eighth."""
+    changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in steps]
+    return [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
 
 
 def fused(
@@ -176,6 +182,20 @@ def difficult_tensors(
     grad = shifted(tensors.grad, seed % 2)
     param = None if tensors.param is None else shifted(tensors.param, seed // 2 % 2)
     return replace(tensors, grad=grad, param=param), lambda: gradient().masked_fill(still, 0)
+
+
+def rounded_upper_halves(param_dtype: torch.dtype) -> tuple[AdamTensors, AdamTensors]:
+    """Return tensors whose masters stay without weight decay, and what they are after an update.
+
+    The masters have all 65,536 upper halves, with lower halves at, above and below a tie, infinities and NaN included.
+    """
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
+    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
+    zeros = torch.zeros_like(master)
+    states = {"master": master, "exp_avg": zeros, "exp_avg_sq": zeros, "grad": zeros.bfloat16()}
+    tensors = AdamTensors(**states, param=torch.empty(len(master), dtype=param_dtype))
+    return copied(tensors), replace(tensors, param=master.to(param_dtype))
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:

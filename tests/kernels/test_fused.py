@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,14 @@ from tests.kernels.adam_steps import (
     PARAMS,
     STEP,
     Stock,
+    changing,
     copied,
     differences,
     fused,
     in_dtypes,
     machine_arithmetic,
     random_tensors,
+    rounded_upper_halves,
     steps_of,
     with_infinities,
 )
@@ -53,6 +55,15 @@ from tests.kernels.adam_steps import (
 SETS = [one for one in InstructionSet if one <= library().instruction_set]
 DTYPES = {"fp32 states": FP32_STATES, "fp32 moments": BF16_MASTERS, "bf16 states": BF16_STATES}
 EACH_DTYPES = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_of_stock() -> Iterator[None]:
+    """Let stock's op use one thread: threads of OpenMP would wait for each other beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def train_both(
@@ -97,8 +108,7 @@ def test_every_combination_of_dtypes_gives_the_bits_of_stock(
 @EACH_DTYPES
 def test_many_steps_with_changed_betas_and_a_loaded_checkpoint_give_the_bits_of_stock(dtypes: StateDtypes) -> None:
     """Check the cases of stock's beta^t: the running product, a new product, and ``pow`` after a jump of the steps."""
-    changed = [replace(step, beta1=0.8) if 3 <= step.step < 6 else step for step in clipped_in_turn(50)]
-    jumped = [replace(step, step=step.step + 40 if step.step > 8 else step.step) for step in changed]
+    jumped = changing(clipped_in_turn(50))
     repeated = [*jumped, jumped[-1], replace(jumped[-1], step=7)]
     assert train_both(repeated, 1001, torch.bfloat16, torch.bfloat16, fused(dtypes=dtypes), dtypes=dtypes) == []
 
@@ -211,14 +221,13 @@ def every_value(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.P1
 @EACH_DTYPES
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("adamw", [True, False])
 def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
-    adamw: bool, instruction_set: InstructionSet, dtypes: StateDtypes
+    instruction_set: InstructionSet, dtypes: StateDtypes
 ) -> None:
     """Check gradients and bf16 states with every value."""
-    kernel = fused(adamw=adamw, num_threads=2, instruction_set=instruction_set, dtypes=dtypes)
     generator = torch.Generator().manual_seed(1)
-    for number, step in enumerate(clipped_in_turn(4)):
+    for (number, step), adamw in product(enumerate(clipped_in_turn(4)), (True, False)):
+        kernel = fused(adamw=adamw, instruction_set=instruction_set, dtypes=dtypes)
         grad_dtype = torch.float16 if dtypes is FP32_STATES and number < 2 else torch.bfloat16
         wild, _ = random_tensors(2**16, grad_dtype, torch.bfloat16, number)
         values: dict[str, Any] = {"grad": every_value(grad_dtype, generator)}
@@ -227,7 +236,6 @@ def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
             values[name] = getattr(wild, name) if dtype == torch.float32 else every_value(dtype, generator)
         ours = replace(wild, **values)
         theirs = copied(ours)
-        kernel.restart()
         kernel.begin_step([step])
         kernel.update(0, ours)
         Stock(theirs, adamw=adamw).update(step, ours.grad)
@@ -239,22 +247,11 @@ def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
 def test_rounding_is_that_of_pytorch_for_every_upper_half(
     param_dtype: torch.dtype, instruction_set: InstructionSet
 ) -> None:
-    """Check all upper halves with lower halves at, above and below a tie; infinities and the places of NaN, too."""
-    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
-    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()
-    zeros = torch.zeros_like(master)
-    tensors = AdamTensors(
-        master=master.clone(),
-        exp_avg=zeros.clone(),
-        exp_avg_sq=zeros.clone(),
-        grad=zeros.bfloat16(),
-        param=zeros.to(param_dtype),
-    )
-    kernel = fused(num_threads=2, instruction_set=instruction_set)
-    kernel.begin_step([replace(STEP, weight_decay=0.0)])  # nothing moves
+    tensors, expected = rounded_upper_halves(param_dtype)
+    kernel = fused(instruction_set=instruction_set)
+    kernel.begin_step([replace(STEP, weight_decay=0.0)])
     kernel.update(0, tensors)
-    assert differences(tensors, replace(tensors, master=master, param=master.to(param_dtype))) == []
+    assert differences(tensors, replace(expected, exp_avg=tensors.exp_avg, exp_avg_sq=tensors.exp_avg_sq)) == []
 
 
 NANS = torch.tensor([0x7FC00000, 0x7FC10000, -0x400000, -0x10000], dtype=torch.int32).view(torch.float32).repeat(251)

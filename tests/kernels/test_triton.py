@@ -1,14 +1,13 @@
-"""Check the GPU kernel without a GPU: its source in the interpreter, and the code that Triton compiles it to."""
+"""Check the GPU kernel without a GPU: the code that Triton compiles it to, and the tensors of a launch."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from deep_opt_states.device.kernels import triton_adam, triton_kernel
@@ -32,7 +30,7 @@ from deep_opt_states.device.kernels.adam import (
     StateDtypes,
 )
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
-from deep_opt_states.device.kernels.triton_adam import ALIGNMENT_BYTES, BlockShape, TritonAdam
+from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
 from tests.kernels.adam_steps import (
     BETAS,
@@ -41,8 +39,6 @@ from tests.kernels.adam_steps import (
     STEP,
     random_tensors,
 )
-from tests.launch import run_ranks
-from tests.tiers import thorough
 
 CAPABILITIES = (80, 90, 100, 120)
 """The compute capabilities of A100, of H100 and H200, of B200, and of the Blackwell GPUs of workstations."""
@@ -92,26 +88,6 @@ class Compiled:
         return counts
 
 
-def compile_kernel(
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, object],
-    capability: int,
-    options: Mapping[str, object],
-) -> Compiled:
-    """Compile ``kernel``. ``types`` has Triton's type of each parameter that is neither fp32 nor a constant."""
-    given = {**types, **dict.fromkeys(constants, "constexpr")}
-    signature = {name: given.get(name, "fp32") for name in kernel.arg_names}
-    pointers = [position for position, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    aligned = {(position,): [["tt.divisibility", ALIGNMENT_BYTES]] for position in pointers}
-    found = triton.compile(
-        ASTSource(kernel, signature, dict(constants), aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={**options, "num_warps": BlockShape().warps},
-    )
-    return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
-
-
 class AbsentGpu:
     """The part of Triton's driver that a compilation uses, for a GPU that need not be present."""
 
@@ -129,24 +105,25 @@ class AbsentGpu:
         return GPUTarget("cuda", self._capability, 32)
 
 
-class CompilingKernel:
-    """A stand-in for Triton's kernel, whose launches compile for ``capability`` and run nothing.
+def compiled(kernel: Any, capability: int, *arguments: Any, grid: tuple[int] = (1,), **named: Any) -> Compiled:
+    """Return the kernel of a launch, which Triton chooses by the types and the alignment of the arguments."""
+    with mock.patch.object(driver, "_active", AbsentGpu(capability)):
+        found = kernel.run(*arguments, grid=grid, warmup=True, **named)
+    return Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"])
 
-    ``launched`` holds the kernel of each launch. Triton's own code chooses it, by the types and the alignment of the
-    arguments.
-    """
+
+class CompilingKernel:
+    """A stand-in for Triton's kernel, whose launches compile for ``capability`` and run nothing."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
         self.launched: list[Compiled] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return partial(self._launch, grid)
+        def launch(*arguments: Any, **named: Any) -> None:
+            self.launched.append(compiled(update, self._capability, *arguments, grid=grid, **named))
 
-    def _launch(self, grid: tuple[int], *arguments: Any, **named: Any) -> None:
-        with mock.patch.object(driver, "_active", AbsentGpu(self._capability)):
-            found = update.run(*arguments, grid=grid, warmup=True, **named)
-        self.launched.append(Compiled(ptx=found.asm["ptx"], cubin=found.asm["cubin"]))
+        return launch
 
 
 def compile_launches(
@@ -192,41 +169,36 @@ def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 # The instructions
 
 
-FUSION = {**OPTIONS, "enable_fp_fusion": True}
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
 
-Dtypes = tuple[torch.dtype, torch.dtype | None, StateDtypes]
-LAUNCHED: list[Dtypes] = [
-    *((grad, param, FP32_STATES) for grad, param in product(GRADS, PARAMS)),
-    *product((torch.float32, torch.bfloat16), (torch.bfloat16, None), (BF16_MASTERS, BF16_STATES)),
-]
-"""The dtypes of the gradient, of the parameters and of the states with which the kernel can be launched."""
 
-
-def some_launched(tail: Tail, capability: int) -> list[Dtypes]:
-    """Return a part of ``LAUNCHED``. Each combination belongs to at least one tail and capability."""
-    parts = list(product(CAPABILITIES, Tail))
-    return LAUNCHED[parts.index((capability, tail)) :: len(parts)]
+def launched() -> Iterator[tuple[int, Tail, torch.dtype, torch.dtype | None, StateDtypes]]:
+    """Yield each capability with each tail, and dtypes of gradient, parameters and states, each in some of these."""
+    pairs = {
+        FP32_STATES: iter(zip(cycle(GRADS), PARAMS, strict=False)),
+        BF16_MASTERS: product((torch.float32, torch.bfloat16), (torch.bfloat16, None)),
+        BF16_STATES: product((torch.float32, torch.bfloat16), (torch.bfloat16, None)),
+    }
+    for (row, capability), (column, tail) in product(enumerate(CAPABILITIES), enumerate(Tail)):
+        states = list(pairs)[(row + column) % len(pairs)]
+        yield capability, tail, *next(pairs[states]), states
 
 
 @pytest.mark.P2
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("tail", Tail)
-@pytest.mark.parametrize("chosen", ["some", thorough("all")])
+@pytest.mark.parametrize(("capability", "tail", "grad", "param", "states"), launched())
 def test_every_launched_kernel_rounds_as_ieee_754_requires_and_contracts_nothing(
-    chosen: str, tail: Tail, capability: int, tmp_path: Path
+    capability: int, tail: Tail, grad: torch.dtype, param: torch.dtype | None, states: StateDtypes, tmp_path: Path
 ) -> None:
-    for grad, param, states in LAUNCHED if chosen == "all" else some_launched(tail, capability):
-        compiled = compile_launches(grad, param, states, tail, capability)
-        assert len({kernel.ptx for kernel in compiled}) == (4 if param is not None else 2), "one for each alignment"
-        for kernel in compiled:
-            check_rounding(kernel)
-            check_nothing_is_contracted(kernel, SUMS[tail], tmp_path)
-            # One in whole blocks, and one in partial blocks.
-            assert kernel.operations("sqrt.rn.f32") == kernel.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
-            assert kernel.operations("mul.rn.f32") > 0
-            assert kernel.operations("fma.rn.f32") > 0
+    kernels = compile_launches(grad, param, states, tail, capability)
+    assert len({kernel.ptx for kernel in kernels}) == (4 if param is not None else 2), "one for each alignment"
+    for kernel in kernels:
+        check_rounding(kernel)
+        check_nothing_is_contracted(kernel, SUMS[tail], tmp_path)
+        # One in whole blocks, and one in partial blocks.
+        assert kernel.operations("sqrt.rn.f32") == kernel.operations("div.rn.f32") == 2 * ELEMENTS_PER_THREAD
+        assert kernel.operations("mul.rn.f32") > 0
+        assert kernel.operations("fma.rn.f32") > 0
 
 
 @triton.jit
@@ -239,26 +211,13 @@ def multiply_add(a, b, c, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_product_fused_into_a_sum_is_detected(capability: int, tmp_path: Path) -> None:
     """Check it with a kernel that leaves the fusion to the compiler: the Adam kernel's sums cannot be contracted."""
-    types = dict.fromkeys("abc", "*fp32")
-    constants = {"BLOCK": 256}  # one element per thread
-    check_nothing_is_contracted(compile_kernel(multiply_add, types, constants, capability, OPTIONS), 1, tmp_path)
-    fused = compile_kernel(multiply_add, types, constants, capability, FUSION)
+    tensors, options = [torch.zeros(256) for _ in range(3)], {"num_warps": BlockShape().warps, "BLOCK": 256}
+    unfused = compiled(multiply_add, capability, *tensors, **options, **OPTIONS)
+    check_nothing_is_contracted(unfused, 1, tmp_path)
+    fused = compiled(multiply_add, capability, *tensors, **options, **{**OPTIONS, "enable_fp_fusion": True})
     assert fused.machine_operations(tmp_path) == {"FFMA": 1}
     with pytest.raises(AssertionError):
         check_nothing_is_contracted(fused, 1, tmp_path)
-
-
-# The source
-
-
-@pytest.mark.P2
-def test_interpreted_kernel_has_the_bits_of_the_cpu_kernel() -> None:
-    (finished,) = run_ranks(1, ["-m", "tests.kernels.interpreted"], timeout_s=300, fresh=True)
-    assert finished.returncode == 0, finished.output[-3000:]
-    (found,) = finished.answers()
-    assert found["differ"] == []
-    assert len(found["others"]) == 6
-    assert all(found["others"].values()), "another arithmetic gives other bits"
 
 
 # The tensors of a launch

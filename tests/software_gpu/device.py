@@ -10,9 +10,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,10 +59,8 @@ def set_device(device: Any) -> None:
     """Do nothing: there is one device per process."""
 
 
-@contextmanager
-def device(device: Any) -> Iterator[None]:
-    """Return a context for ``with torch.cuda.device(...)``; there is one device per process."""
-    yield
+device = nullcontext
+"""The context ``torch.cuda.device(...)``; there is one device per process."""
 
 
 def synchronize(device: Any = None) -> None:
@@ -106,11 +104,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 # Random numbers, which are the CPU's
 
 
-def manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-manual_seed_all = manual_seed
+manual_seed = manual_seed_all = torch.default_generator.manual_seed
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -204,7 +198,6 @@ def empty_host_cache() -> None:
 
 _ERRORS = {
     1: "invalid argument",
-    2: "out of memory",
     712: "part or all of the requested memory range is already mapped",
     713: "pointer does not correspond to a registered memory region",
 }
@@ -229,7 +222,7 @@ class DeviceRuntime:
     def cudaHostRegister(address: int, size_bytes: int, flags: int) -> int:
         if size_bytes <= 0:
             return 1
-        return (0, 712, 2)[call("register", address, size_bytes)]
+        return 0 if call("register", address, size_bytes) else 712
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
@@ -321,8 +314,7 @@ def real_address(address: int) -> int:
 # Observations of tests
 
 
-@dataclass(frozen=True)
-class TaskSpan:
+class TaskSpan(NamedTuple):
     """A task of a stream, in emulated seconds since the library was loaded. Waits of streams are named ``wait``."""
 
     stream: int
@@ -353,8 +345,7 @@ def take_error() -> str:
     return buffer.value.decode()
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A moment at which a host thread waited for the device: why, in which thread, and the callers, nearest first."""
 
     reason: str

@@ -50,8 +50,8 @@ class CSettings(ctypes.Structure):
         ("capacities", Amounts),
         *((name, ctypes.c_double) for name in ("flops_per_s", "device_bytes_per_s", "launch_s", "copy_latency_s")),
         *((name, ctypes.c_double) for name in ("slowed_by_host_work", "slowed_by_copies")),
-        *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes", "page_lock_limit_bytes")),
-        *((name, ctypes.c_int32) for name in ("lazy", "eager", "execute_first", "trace", "emulated", "poison")),
+        *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes")),
+        *((name, ctypes.c_int32) for name in ("lazy", "eager", "execute_first", "trace", "emulated")),
         *((name, ctypes.c_int32) for name in ("kernels_per_product", "racecheck")),
     )
 
@@ -81,7 +81,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "empty_host_cache": (None, ()),
     "forked": (I32, ()),
     "on_host_wait": (None, (HostWait,)),
-    "now_s": (F64, ()),
     "take_lag_s": (F64, ()),
     "take_spans": (TEXT, ()),
 }

@@ -40,47 +40,13 @@ class SoftwareAccelerator(CPU_Accelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    # Devices. Every process has one, with the index 0.
-
     def device_name(self, device_index: Any = None) -> str:
         return DEVICE_TYPE if device_index is None else f"{DEVICE_TYPE}:0"
-
-    def device(self, device_index: Any = None) -> Any:
-        return device.device(device_index)
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_device_name(self) -> str:
-        return f"{DEVICE_TYPE}:0"
-
-    def device_count(self) -> int:
-        return 1
-
-    def synchronize(self, device_index: Any = None) -> None:
-        device.synchronize()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == DEVICE_TYPE
 
-    # Streams and events
-
-    @property
-    def Stream(self) -> Any:
-        return device.Stream
-
-    @property
-    def Event(self) -> Any:
-        return device.Event
-
-    def stream(self, stream: torch.Stream | None) -> Any:
-        return device.stream(stream)
-
-    def current_stream(self, device_index: Any = None) -> device.Stream:
-        return device.current_stream()
-
-    def default_stream(self, device_index: Any = None) -> device.Stream:
-        return device.default_stream()
+    Stream, Event, stream = device.Stream, staticmethod(device.Event), staticmethod(device.stream)
 
     # Memory
 
@@ -97,13 +63,8 @@ class SoftwareAccelerator(CPU_Accelerator):
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float, torch.half, torch.bfloat16]
 
-    @property
-    def FloatTensor(self) -> Any:
-        return lambda data: torch.tensor(data, dtype=torch.float32, device=DEVICE_TYPE)
-
-    @property
-    def ByteTensor(self) -> Any:
-        return lambda data: torch.tensor(data, dtype=torch.uint8, device=DEVICE_TYPE)
+    FloatTensor = staticmethod(partial(torch.tensor, dtype=torch.float32, device=DEVICE_TYPE))
+    ByteTensor = staticmethod(partial(torch.tensor, dtype=torch.uint8, device=DEVICE_TYPE))
 
 
 def _delegate(name: str, function: Callable[[], Any]) -> None:
@@ -115,9 +76,11 @@ for _name, _function in {
         name: getattr(device, name)
         for name in (
             *("empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-            *("memory_stats", "reset_peak_memory_stats"),
+            *("memory_stats", "reset_peak_memory_stats", "device", "current_device", "device_count", "synchronize"),
+            *("current_stream", "default_stream"),
         )
     },
+    "current_device_name": lambda: f"{DEVICE_TYPE}:0",
     "memory_cached": device.memory_reserved,
     "max_memory_cached": device.max_memory_reserved,
     "total_memory": lambda: device.mem_get_info()[1],

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
@@ -112,7 +113,7 @@ class SoftwareProcessGroup(dist.ProcessGroup):
         return self._name
 
     def _run(self, method: str, tensors: Sequence[Tensors], call: Callable[..., dist.Work]) -> dist.Work:
-        flat = list(_flat(tensors))
+        flat = tree_leaves(tensors)
         if all(tensor.is_cpu for tensor in flat):
             if not self.host_tensors:
                 raise RuntimeError(f"No backend type associated with device type cpu ({method})")
@@ -125,15 +126,16 @@ class SoftwareProcessGroup(dist.ProcessGroup):
                 raise ValueError(f"{method}: tensors must be contiguous")
         stream = self._stream = self._stream or device.Stream()
         stream.wait_stream(device.current_stream())
-        views = [_view(argument) for argument in tensors]
+        # The stream opens the tensors without references to their memory.
+        views = tree_map(lambda each: partial(device.host_view, each.data_ptr(), each.shape, each.dtype), tensors)
         done = device.Event()
         with device.stream(stream):
             device.launch(
-                lambda: call(_method_of(self._on_stream, method), [view() for view in views]).wait(),
+                lambda: call(_method_of(self._on_stream, method), tree_map(lambda view: view(), views)).wait(),
                 method,
                 reads=flat,
                 # The first argument receives the result.
-                writes=list(_flat(tensors[0])),
+                writes=tree_leaves(tensors[0]),
             )
             done.record()
         # The tensors of a handle that was dropped without a wait are kept until the collective is over.
@@ -159,22 +161,6 @@ def _add(method: str, num_tensors: int) -> None:
 
 for _method, _num_tensors in COLLECTIVES.items():
     _add(_method, _num_tensors)
-
-
-def _flat(tensors: Tensors) -> Any:
-    if isinstance(tensors, torch.Tensor):
-        yield tensors
-    else:
-        for element in tensors:
-            yield from _flat(element)
-
-
-def _view(tensors: Tensors) -> Callable[[], Tensors]:
-    """Return a function that opens the tensors on the stream, without references to their memory."""
-    if isinstance(tensors, torch.Tensor):
-        return partial(device.host_view, tensors.data_ptr(), tensors.shape, tensors.dtype)
-    views = [_view(element) for element in tensors]
-    return lambda: [view() for view in views]
 
 
 def register_backend() -> None:

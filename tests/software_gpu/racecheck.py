@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -53,21 +53,6 @@ class HostMoment:
         call("delete_snapshot", self._snapshot)
 
 
-@contextmanager
-def checked_threads() -> Iterator[None]:
-    """Report the hand-overs between threads, and the accesses of the CPU kernels and of transfers to disk."""
-    with ExitStack() as patches:
-        for threads in (Worker, ThreadPoolExecutor):
-            patches.enter_context(mock.patch.object(threads, "submit", _submit(threads.submit)))
-        patches.enter_context(mock.patch.object(Section, "__init__", _initialize(Section.__init__)))
-        patches.enter_context(mock.patch.object(Section, "wait_for_end", _wait_for_end(Section.wait_for_end)))
-        patches.enter_context(mock.patch.object(FusedAdam, "update_ranges", _update(FusedAdam.update_ranges)))
-        patches.enter_context(mock.patch.object(StockAdam, "update", _stock_update(StockAdam.update)))
-        for name, writes in (("read", True), ("write", False)):
-            patches.enter_context(mock.patch.object(StateFile, name, _transfer(getattr(StateFile, name), writes)))
-        yield
-
-
 class HandedOver:
     """A task that another thread runs. Its start is after its creation, and its end before ``order_this_thread``."""
 
@@ -87,77 +72,86 @@ class HandedOver:
         if self._ended is not None:
             self._ended.order_this_thread()
 
+    def ordered(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``wait``, after which the calling thread is ordered."""
 
-def _submit(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    def submit_handed_over(self: Any, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        handed_over = HandedOver(partial(task, *args, **kwargs))
-        future = submit(self, handed_over)
-        for name in ("result", "exception"):
-            setattr(future, name, _ordered(handed_over, getattr(future, name)))
-        return future
+        def ordered_wait(timeout: float | None = None) -> Any:
+            try:
+                return wait(timeout)
+            finally:
+                self.order_this_thread()
 
-    return submit_handed_over
-
-
-def _ordered(handed_over: HandedOver, wait: Callable[..., Any]) -> Callable[..., Any]:
-    def ordered_wait(timeout: float | None = None) -> Any:
-        try:
-            return wait(timeout)
-        finally:
-            handed_over.order_this_thread()
-
-    return ordered_wait
+        return ordered_wait
 
 
-def _initialize(initialize: Callable[..., None]) -> Callable[..., None]:
-    def initialize_handed_over(self: Any, run: Callable[[], Any], stream: Any) -> None:
-        self.handed_over = HandedOver(run)
-        initialize(self, self.handed_over, stream)
-
-    return initialize_handed_over
-
-
-def _wait_for_end(wait_for_end: Callable[..., bool]) -> Callable[..., bool]:
-    def wait_for_ordered_end(self: Any, timeout_s: float | None = None) -> bool:
-        ended = wait_for_end(self, timeout_s)
-        if ended:
-            self.handed_over.order_this_thread()
-        return ended
-
-    return wait_for_ordered_end
-
-
-def _update(update_ranges: Callable[..., None]) -> Callable[..., None]:
-    def recorded_update(self: FusedAdam, updates: Sequence[RangeUpdate]) -> None:
-        for update in updates:
-            tensors = update.tensors
-            states = [getattr(tensors, name) for name in STATES]
-            reads, writes = [tensors.grad], states
-            if update.updated is not None:
-                reads, writes = [tensors.grad, *states], list(update.updated)
-            if tensors.param is not None:
-                writes = [*writes, tensors.param]
-            _access("CPU Adam", reads, writes)
-        update_ranges(self, updates)
-
-    return recorded_update
+@contextmanager
+def checked_threads() -> Iterator[None]:
+    """Report the hand-overs between threads, and the accesses of the CPU kernels and of transfers to disk."""
+    with ExitStack() as patches:
+        for owner, name, function in (
+            (Worker, "submit", _submit),
+            (ThreadPoolExecutor, "submit", _submit),
+            (Section, "__init__", _initialize),
+            (Section, "wait_for_end", _wait_for_end),
+            (FusedAdam, "update_ranges", _update),
+            (StockAdam, "update", _stock_update),
+            (StateFile, "read", _read),
+            (StateFile, "write", _write),
+        ):
+            method = partialmethod(function, getattr(owner, name))
+            patches.enter_context(mock.patch.object(owner, name, method))
+        yield
 
 
-def _stock_update(update: Callable[..., None]) -> Callable[..., None]:
-    def recorded_update(self: StockAdam, sub_group: int, tensors: AdamTensors, *args: Any) -> None:
-        _access("CPU Adam of stock", [tensors.grad], [getattr(tensors, name) for name in STATES])
-        update(self, sub_group, tensors, *args)
-
-    return recorded_update
+# Methods that are called with the object, the original method and its arguments.
 
 
-def _transfer(transfer: Callable[..., None], writes: bool) -> Callable[..., None]:
-    def recorded_transfer(self: StateFile, memory: memoryview, offset_bytes: int) -> None:
-        accessed = [torch.frombuffer(memory, dtype=torch.uint8)]
-        _access(*(("a read from disk", (), accessed) if writes else ("a write to disk", accessed, ())))
-        transfer(self, memory, offset_bytes)
+def _submit(self: Any, submit: Any, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    handed_over = HandedOver(partial(task, *args, **kwargs))
+    future: Future[Any] = submit(self, handed_over)
+    for name in ("result", "exception"):
+        setattr(future, name, handed_over.ordered(getattr(future, name)))
+    return future
 
-    return recorded_transfer
+
+def _initialize(self: Any, initialize: Any, run: Callable[[], Any], stream: Any) -> None:
+    self.handed_over = HandedOver(run)
+    initialize(self, self.handed_over, stream)
+
+
+def _wait_for_end(self: Any, wait_for_end: Any, timeout_s: float | None = None) -> bool:
+    ended: bool = wait_for_end(self, timeout_s)
+    if ended:
+        self.handed_over.order_this_thread()
+    return ended
+
+
+def _update(self: FusedAdam, update_ranges: Any, updates: Sequence[RangeUpdate]) -> None:
+    for update in updates:
+        tensors = update.tensors
+        states = [getattr(tensors, name) for name in STATES]
+        reads, writes = [tensors.grad], states
+        if update.updated is not None:
+            reads, writes = [tensors.grad, *states], list(update.updated)
+        if tensors.param is not None:
+            writes = [*writes, tensors.param]
+        _access("CPU Adam", reads, writes)
+    update_ranges(self, updates)
+
+
+def _stock_update(self: StockAdam, update: Any, sub_group: int, tensors: AdamTensors, *args: Any) -> None:
+    _access("CPU Adam of stock", [tensors.grad], [getattr(tensors, name) for name in STATES])
+    update(self, sub_group, tensors, *args)
+
+
+def _read(self: StateFile, read: Any, memory: memoryview, offset_bytes: int) -> None:
+    _access("a read from disk", (), [torch.frombuffer(memory, dtype=torch.uint8)])
+    read(self, memory, offset_bytes)
+
+
+def _write(self: StateFile, write: Any, memory: memoryview, offset_bytes: int) -> None:
+    _access("a write to disk", [torch.frombuffer(memory, dtype=torch.uint8)], ())
+    write(self, memory, offset_bytes)
 
 
 def _access(name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:

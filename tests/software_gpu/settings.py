@@ -63,9 +63,7 @@ class Settings:
     execute_first: bool = False
     trace: bool = False
     racecheck: bool = False
-    poison: bool = True
     memory_bytes: int = 4 * GIB
-    page_lock_limit_bytes: int = 2**63
 
     def apply(self) -> None:
         """Let the device of this process behave so from now on."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from unittest import mock
 
@@ -29,32 +28,34 @@ H2D, D2H, COMPUTE, NONE = range(4)
 """Values of ``Engine`` in ``csrc/clock.h``."""
 
 
-@dataclass(frozen=True)
-class _Flow:
-    """Work that starts at ``start_s`` or later."""
-
-    engine: int
-    used: dict[str, float] = field(default_factory=dict)
-    start_s: float = 0.0
-    latency_s: float = 0.0
+Work = tuple[int, dict[str, float], float, float]
+"""The engine of a piece of work, what it uses, the moment at which it starts or later, and its latency."""
 
 
-def _ends(capacities: dict[str, float], *works: _Flow) -> list[float]:
-    """Return when each of ``works`` ends on an idle machine whose other resources are unlimited."""
+def work(engine: int, start_s: float = 0.0, latency_s: float = 0.0, **used: float) -> Work:
+    return engine, used, start_s, latency_s
+
+
+def ends_of(capacities: dict[str, float], *works: Work) -> object:
+    """Return when each of ``works`` ends on an idle machine whose other resources are unlimited.
+
+    The clock has a resolution of a nanosecond.
+    """
     count = len(works)
     doubles = ctypes.c_double * count
     ends = doubles()
+    engines, used, start_s, latency_s = zip(*works, strict=True)
     call(
         "simulate",
         count,
         Amounts(*(capacities.get(name, UNLIMITED) for name in RESOURCES)),
-        (ctypes.c_int32 * count)(*(work.engine for work in works)),
-        (ctypes.c_double * (count * len(RESOURCES)))(*(amount for work in works for amount in amounts(**work.used))),
-        doubles(*(work.latency_s for work in works)),
-        doubles(*(work.start_s for work in works)),
+        (ctypes.c_int32 * count)(*engines),
+        (ctypes.c_double * (count * len(RESOURCES)))(*(amount for each in used for amount in amounts(**each))),
+        doubles(*latency_s),
+        doubles(*start_s),
         ends,
     )
-    return list(ends)
+    return pytest.approx(list(ends), abs=1e-8)
 
 
 def elapsed_ms(issue: Callable[[], object], rates: MachineRates, *, execute_first: bool = False) -> float:
@@ -63,7 +64,7 @@ def elapsed_ms(issue: Callable[[], object], rates: MachineRates, *, execute_firs
     issue()
     with changed(rates=rates, execute_first=execute_first):
         for sleep_s in (0.2, 2, 20):
-            begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
+            begin, end = events(2)
             issued_from_s = time.monotonic()
             device._sleep(int(sleep_s * 2e9))
             begin.record()
@@ -77,69 +78,55 @@ def elapsed_ms(issue: Callable[[], object], rates: MachineRates, *, execute_firs
     raise AssertionError("this machine is too slow to issue the work")
 
 
+def events(count: int) -> list[torch.Event]:
+    return [device.Event(enable_timing=True) for _ in range(count)]
+
+
 def milliseconds(expected: float) -> object:
     """Return an object that is equal to durations in milliseconds that differ from this one by rounding alone."""
     return pytest.approx(expected, rel=1e-6)
 
 
-def _about(*expected: float) -> object:
-    """Return a list that compares equal to numbers within the resolution of the clock, which is a nanosecond."""
-    return pytest.approx(list(expected), abs=1e-8)
-
-
 @on_device
 def test_an_engine_executes_its_work_in_order_beside_the_other_engines() -> None:
-    copy = _Flow(H2D, {"h2d": 30}, start_s=2, latency_s=0.5)
-    assert _ends({"h2d": 10}, copy) == _about(5.5)
-    assert _ends({}, copy) == _about(2.5)
+    copy = work(H2D, 2, 0.5, h2d=30)
+    assert ends_of({"h2d": 10}, copy) == [5.5]
+    assert ends_of({}, copy) == [2.5]
     works = [
-        _Flow(H2D, {"h2d": 10}),
-        _Flow(H2D, {"h2d": 20}, start_s=0.5, latency_s=0.25),
-        _Flow(H2D, {"h2d": 10}, start_s=9),
-        _Flow(D2H, {"d2h": 10}),
-        _Flow(COMPUTE, {"gpu": 3}),
+        work(H2D, h2d=10),
+        work(H2D, 0.5, 0.25, h2d=20),
+        work(H2D, 9, h2d=10),
+        work(D2H, d2h=10),
+        work(COMPUTE, gpu=3),
     ]
-    assert _ends({"h2d": 10, "d2h": 5, "gpu": 1}, *works) == _about(1, 3.25, 10, 2, 3)
+    assert ends_of({"h2d": 10, "d2h": 5, "gpu": 1}, *works) == [1, 3.25, 10, 2, 3]
 
 
 @on_device
-def test_copies_in_both_directions_share_their_joint_limit() -> None:
+def test_copies_and_updates_of_the_cpu_share_the_link_and_host_memory() -> None:
     link = {"h2d": 10, "d2h": 10, "both_directions": 15}
-
-    def copy(engine: int, name: str, size: float) -> _Flow:
-        return _Flow(engine, {name: size, "both_directions": size})
-
-    assert _ends(link, copy(H2D, "h2d", 30), copy(D2H, "d2h", 30)) == _about(4, 4)
+    up, down = work(H2D, h2d=30, both_directions=30), work(D2H, d2h=30, both_directions=30)
+    assert ends_of(link, up, down) == [4, 4]
     # The longer copy has the link for itself once the shorter one has ended, after 2 s at 7.5 bytes per second.
-    assert _ends(link, copy(H2D, "h2d", 30), copy(D2H, "d2h", 15)) == _about(3.5, 2)
-    assert _ends({**link, "both_directions": 20}, copy(H2D, "h2d", 30), copy(D2H, "d2h", 30)) == _about(3, 3)
-
-
-@on_device
-def test_host_memory_is_shared_by_copies_and_updates_of_the_cpu() -> None:
-    machine = {"h2d": 50, "host_memory": 100, "cpu": 1}
-    update = _Flow(NONE, {"cpu": 1, "host_memory": 100})
-    copy = _Flow(H2D, {"h2d": 50, "host_memory": 50})
-    assert _ends(machine, update) == _about(1)
-    assert _ends(machine, copy) == _about(1)
-    assert _ends(machine, update, copy) == _about(1.5, 1.5)
+    assert ends_of(link, up, work(D2H, d2h=15, both_directions=15)) == [3.5, 2]
+    assert ends_of({**link, "both_directions": 20}, up, down) == [3, 3]
+    machine = {"h2d": 50, "host_memory": 100, "cpu": 1, "gpu": 1}
+    update, copy = work(NONE, cpu=1, host_memory=100), work(H2D, h2d=50, host_memory=50)
+    assert ends_of(machine, update) == [1]
+    assert ends_of(machine, copy) == [1]
     # Work that does not use the full resource is not slowed down.
-    kernel = _Flow(COMPUTE, {"gpu": 1})
-    assert _ends({**machine, "gpu": 1}, update, copy, kernel) == _about(1.5, 1.5, 1)
+    assert ends_of(machine, update, copy, work(COMPUTE, gpu=1)) == [1.5, 1.5, 1]
 
 
 @on_device
 def test_work_that_is_added_late_ends_as_if_it_had_been_added_in_time() -> None:
     """Add work after the clock has passed its start, as a thread does that was woken late."""
     machine = {"h2d": 10, "d2h": 10, "both_directions": 15}
-    passed = _Flow(NONE, start_s=50)
-    late = [_Flow(H2D, {"h2d": 10}, start_s=number * 1.5, latency_s=0.5) for number in range(20)]
-    assert _ends(machine, passed, *late) == _about(50, *(1.5 * (number + 1) for number in range(20)))
+    late = [work(H2D, number * 1.5, 0.5, h2d=10) for number in range(20)]
+    assert ends_of(machine, work(NONE, 50), *late) == [50, *(1.5 * (number + 1) for number in range(20))]
     # A flow that runs is slowed down for the time in which it should have shared the link.
-    long = _Flow(H2D, {"h2d": 30, "both_directions": 30})
-    other = _Flow(D2H, {"d2h": 30, "both_directions": 30})
-    just_passed = _Flow(NONE, start_s=1)
-    assert _ends(machine, long, just_passed, other) == _about(4, 1, 4)
+    up, down = work(H2D, h2d=30, both_directions=30), work(D2H, d2h=30, both_directions=30)
+    assert ends_of(machine, up, work(NONE, 1), down) == [4, 1, 4]
 
 
 @on_device
@@ -148,18 +135,13 @@ def test_copies_take_their_bytes_over_the_rate_of_their_direction() -> None:
     rates = MachineRates(h2d=4e8, d2h=2e8, copy_latency_s=1e-3)
     assert elapsed_ms(lambda: on_gpu.copy_(host, non_blocking=True), rates) == milliseconds(11)
     assert elapsed_ms(lambda: host.copy_(on_gpu, non_blocking=True), rates) == milliseconds(21)
-    few = (host[:10_000], on_gpu[:10_000])
-    assert elapsed_ms(lambda: few[0].copy_(few[1], non_blocking=True), SLOW_LINK.rates) == milliseconds(40)
-
-
-@on_device
-def test_pageable_copies_take_more_of_host_memory() -> None:
-    host, on_gpu = torch.zeros(10_000), torch.zeros(10_000, device=DEVICE_TYPE)
-    pinned = host.pin_memory()
-    rates = MachineRates(host_memory=1e7)
+    pinned, on_gpu = host[:10_000], on_gpu[:10_000]
+    assert elapsed_ms(lambda: pinned.copy_(on_gpu, non_blocking=True), SLOW_LINK.rates) == milliseconds(40)
+    # Pageable copies take more of host memory.
+    pageable, rates = torch.zeros(10_000), MachineRates(host_memory=1e7)
     assert elapsed_ms(lambda: on_gpu.copy_(pinned, non_blocking=True), rates) == milliseconds(4)
-    assert elapsed_ms(lambda: on_gpu.copy_(host, non_blocking=True), rates) == milliseconds(12)
-    assert elapsed_ms(lambda: on_gpu.copy_(host, non_blocking=True), MachineRates(pageable=1e7)) == milliseconds(4)
+    assert elapsed_ms(lambda: on_gpu.copy_(pageable, non_blocking=True), rates) == milliseconds(12)
+    assert elapsed_ms(lambda: on_gpu.copy_(pageable, non_blocking=True), MachineRates(pageable=1e7)) == milliseconds(4)
     assert elapsed_ms(lambda: on_gpu.copy_(pinned, non_blocking=True), MachineRates(pageable=1e7)) < 1
 
 
@@ -201,7 +183,7 @@ def test_kernels_of_other_streams_are_executed_between_the_kernels_that_a_produc
         rates = MachineRates(
             h2d=1e6, flops_per_s=2 * 40 * 50 * 60 / product_s, launch_s=2e-3, kernels_per_product=kernels
         )
-        begin, side_end = (device.Event(enable_timing=True) for _ in range(2))
+        begin, side_end = events(2)
 
         def on_two_streams() -> None:
             begin.record()
@@ -238,15 +220,12 @@ def test_kernels_of_the_model_are_slowed_down_by_copies() -> None:
     assert elapsed_ms(beside_a_copy, MachineRates(**slow)) == milliseconds(100)
 
 
-def _beside_work_of_the_host(rates: MachineRates, issue: Callable[[], object], **used_per_s: float) -> None:
-    """Issue work while the host works, which uses so much of other resources per second of the CPU.
-
-    The host works until after the end, or for longer if this machine was too slow to issue the work early enough.
-    """
+def _beside_work_of_the_host(rates: MachineRates, issue: Callable[[], object]) -> None:
+    """Issue work while the host works, until after the end, or for longer if this machine is slow to issue the work."""
     for work_s in (0.2, 2, 20):
         issued_from_s = time.monotonic()
         with changed(rates=rates):
-            with device.host_work(cpu=work_s, **{name: work_s * amount for name, amount in used_per_s.items()}):
+            with device.host_work(cpu=work_s):
                 issue()
                 issued_s = time.monotonic() - issued_from_s
             device.synchronize()
@@ -257,8 +236,7 @@ def _beside_work_of_the_host(rates: MachineRates, issue: Callable[[], object], *
 
 @on_device
 def test_work_of_the_host_slows_kernels_of_the_model_down_and_not_updates() -> None:
-    model = torch.zeros(20_000, device=DEVICE_TYPE)
-    begin, end, updated = (device.Event(enable_timing=True) for _ in range(3))
+    model, (begin, end, updated) = torch.zeros(20_000, device=DEVICE_TYPE), events(3)
 
     def issue() -> None:
         begin.record()
@@ -270,17 +248,3 @@ def test_work_of_the_host_slows_kernels_of_the_model_down_and_not_updates() -> N
     _beside_work_of_the_host(MachineRates(device_bytes_per_s=2e6, slowed_by_host_work=0.5), issue)
     assert begin.elapsed_time(end) > 79
     assert end.elapsed_time(updated) == milliseconds(10)
-
-
-@on_device
-def test_work_of_the_host_slows_copies_down_that_use_the_same_memory() -> None:
-    host, on_gpu = torch.zeros(1_000_000, pin_memory=True), torch.zeros(1_000_000, device=DEVICE_TYPE)
-    begin, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
-
-    def issue() -> None:
-        begin.record()
-        on_gpu.copy_(host, non_blocking=True)
-        end.record()
-
-    _beside_work_of_the_host(MachineRates(h2d=1e8, host_memory=1e8), issue, host_memory=1e8)
-    assert begin.elapsed_time(end) > 60, "alone, the copy takes 40 ms"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -21,8 +20,8 @@ from tests.software_gpu.settings import changed
 
 MIB = 2**20
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SIZES = (1, 1000, 3_000_001, 20_000_000)
-"""Numbers of elements: small blocks, and blocks of 6 MB to 160 MB, which get their poison by other pages."""
+SIZES = (1, 1000, 3_000_001)
+"""Numbers of elements: small blocks, and blocks of 6 MB to 24 MB, which get their poison by other pages."""
 
 
 def _new(size_bytes: int) -> torch.Tensor:
@@ -33,10 +32,6 @@ def _is_nan(tensor: torch.Tensor) -> bool:
     """Return whether a sample of the elements, with both ends, is NaN."""
     step = max(1, tensor.numel() // 1000)
     return bool(torch.cat([tensor[::step], tensor[-1:]]).isnan().all().item())
-
-
-def _statistic(name: str) -> int:
-    return device.memory_stats()[name]
 
 
 @on_device
@@ -61,7 +56,11 @@ def test_memory_that_was_never_written_and_memory_that_is_reused_is_nan() -> Non
 def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_is_not_enough() -> None:
     device.empty_cache()
     reserved = device.memory_reserved()
-    retries, errors = _statistic("num_alloc_retries"), _statistic("num_ooms")
+
+    def retries_and_errors() -> tuple[int, int]:
+        return tuple(device.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms"))
+
+    retries, errors = retries_and_errors()
     with changed(memory_bytes=reserved + 100 * MIB):
         cached = _new(60 * MIB)
         del cached
@@ -69,10 +68,10 @@ def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_
             # The cached block is of another stream.
             kept = _new(50 * MIB)
         assert device.memory_reserved() == reserved + 50 * MIB
-        assert (_statistic("num_alloc_retries"), _statistic("num_ooms")) == (retries + 1, errors)
+        assert retries_and_errors() == (retries + 1, errors)
         with pytest.raises(torch.OutOfMemoryError, match=r"out of memory\. Tried to allocate 60 MiB"):
             _new(60 * MIB)
-        assert (_statistic("num_alloc_retries"), _statistic("num_ooms")) == (retries + 2, errors + 1)
+        assert retries_and_errors() == (retries + 2, errors + 1)
         # The error leaves everything as it was.
         kept.fill_(3)
         assert kept[-1].item() == 3
@@ -80,8 +79,7 @@ def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_
 
 
 @on_device
-def test_memory_of_the_device_cannot_be_read_through_its_address() -> None:
-    """Check that the pages of a tensor allow no access, without ending the process as an access would."""
+def test_the_pages_of_memory_of_the_device_allow_no_access() -> None:
     tensor = torch.ones(10, device=DEVICE_TYPE)
     address = tensor.data_ptr()
     assert protection_of(address).startswith("---")
@@ -97,19 +95,12 @@ FEW, NUMEL = 1000, 100_000
 """The elements of a pageable copy that is staged, and of one that is too large for that."""
 
 CHUNK_NUMEL = 25_000
-CHUNK_BYTES = 4 * CHUNK_NUMEL
 
 
 def _on_gpu(value: float, numel: int = NUMEL) -> torch.Tensor:
     tensor = torch.full((numel,), value, device=DEVICE_TYPE)
     device.synchronize()
     return tensor
-
-
-@contextmanager
-def _our_device(chunk_bytes: int = CHUNK_BYTES) -> Iterator[cuda.CudaDevice]:
-    with mock.patch.object(cuda, "torch", TORCH):
-        yield cuda.CudaDevice(0, chunk_bytes)
 
 
 def _names_of_work(copy: Callable[[], object]) -> list[str]:
@@ -156,27 +147,10 @@ def test_only_copies_from_and_to_page_locked_memory_are_asynchronous() -> None:
 
 
 @on_device
-def test_chunks_have_all_elements_for_every_size_and_the_elements_around_stay() -> None:
-    with _our_device() as ours:
-        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-            numel = CHUNK_BYTES // dtype.itemsize
-            for size in (1, numel // 2 + 1, numel, numel + 1, 3 * numel + 7):
-                values = (torch.arange(size) % 251).to(dtype)
-                source, on_gpu = ours.empty_host(size + 8, dtype).fill_(1), ours.empty(size + 8, dtype).fill_(2)
-                back = ours.empty_host(size + 8, dtype).fill_(3)
-                source[3 : 3 + size] = values
-                ours.copy(on_gpu[5 : 5 + size], source[3 : 3 + size])
-                ours.copy(back[1 : 1 + size], on_gpu[5 : 5 + size])
-                around = on_gpu.cpu()
-                assert torch.equal(back[1 : 1 + size], values), (dtype, size)
-                assert back[:1].tolist() + back[1 + size :].tolist() == [3] * 8
-                assert around[:5].tolist() + around[5 + size :].tolist() == [2] * 8
-
-
-@on_device
 def test_large_copies_between_host_and_device_are_divided_and_no_others() -> None:
     numel = 2 * CHUNK_NUMEL + CHUNK_NUMEL // 2
-    with _our_device() as ours:
+    with mock.patch.object(cuda, "torch", TORCH):
+        ours = cuda.CudaDevice(0, 4 * CHUNK_NUMEL)
         host, on_gpu = ours.empty_host(numel, torch.float32).zero_(), ours.empty(numel, torch.float32).zero_()
         other = torch.zeros_like(on_gpu)
         in_bf16 = ours.empty(numel, torch.bfloat16)

@@ -51,8 +51,8 @@ struct CSettings {
   double lazy_s, jitter_s;
   double capacities[NUM_RESOURCES];
   double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s, slowed_by_host_work, slowed_by_copies;
-  uint64_t seed, memory_bytes, page_lock_limit_bytes;
-  int32_t lazy, eager, execute_first, trace, emulated, poison, kernels_per_product, racecheck;
+  uint64_t seed, memory_bytes;
+  int32_t lazy, eager, execute_first, trace, emulated, kernels_per_product, racecheck;
 };
 
 const char* software_gpu_last_error() { return last_error.c_str(); }
@@ -77,8 +77,7 @@ void software_gpu_configure(const CSettings* c) {
   std::copy(c->capacities, c->capacities + NUM_RESOURCES, capacities.begin());
   the_clock().set_capacities(capacities);
   the_clock().set_slowdown(c->slowed_by_host_work, c->slowed_by_copies);
-  device_memory().configure(c->memory_bytes, c->poison);
-  pinned_memory().set_limit(c->page_lock_limit_bytes);
+  device_memory().set_capacity(c->memory_bytes);
   if (racecheck().enabled() == static_cast<bool>(c->racecheck)) return;
   runtime().drain();
   racecheck().enable(c->racecheck);
@@ -168,7 +167,7 @@ void software_gpu_simulate(
 }
 
 int32_t software_gpu_register(uint64_t address, uint64_t size) {
-  return static_cast<int32_t>(pinned_memory().register_range(reinterpret_cast<void*>(address), size));
+  return pinned_memory().register_range(reinterpret_cast<void*>(address), size);
 }
 
 int32_t software_gpu_unregister(uint64_t address) {
@@ -180,8 +179,6 @@ void software_gpu_empty_host_cache() { pinned_memory().empty_cache(); }
 int32_t software_gpu_forked() { return runtime().forked(); }
 
 void software_gpu_on_host_wait(void (*callback)(const char*)) { runtime().on_host_wait(callback); }
-
-double software_gpu_now_s() { return now_s(); }
 
 double software_gpu_take_lag_s() { return the_clock().take_lag_s(); }
 

@@ -208,10 +208,9 @@ size_t DeviceMemory::capacity() const {
   return capacity_;
 }
 
-void DeviceMemory::configure(size_t capacity, bool poison) {
+void DeviceMemory::set_capacity(size_t capacity) {
   LockWithoutGil lock(mutex_);
   capacity_ = capacity;
-  poison_ = poison;
 }
 
 DeviceMemory::Block* DeviceMemory::take(size_t size, Stream& stream) {
@@ -257,12 +256,8 @@ void DeviceMemory::split(Block* block, size_t size) {
 // Put a block into its stream's pool, for reuse by what is issued on this stream from now on.
 void DeviceMemory::give_back(Block* block) {
   statistics_.active_bytes[ALL].decrease(block->size);
-  if (poison_) {
-    auto work = [this, pointer = block->pointer, size = block->size] { arena_.poison(pointer, size); };
-    block->last_use = block->stream->enqueue({work, "free"});
-  } else {
-    block->last_use = block->stream->last();
-  }
+  auto work = [this, pointer = block->pointer, size = block->size] { arena_.poison(pointer, size); };
+  block->last_use = block->stream->enqueue({work, "free"});
   block->allocated = false;
   for (Block* neighbour : {block->previous, block->next})
     if (neighbour != nullptr && !neighbour->allocated && pool(*neighbour).erase(neighbour) > 0) merge(block, neighbour);
@@ -393,32 +388,21 @@ void PinnedMemory::empty_cache() {
   }
 }
 
-PinnedMemory::Registered PinnedMemory::register_range(void* pointer, size_t size) {
+bool PinnedMemory::register_range(void* pointer, size_t size) {
   std::lock_guard lock(mutex_);
   char* begin = static_cast<char*>(pointer);
   for (auto& [address, bytes] : registered_)
-    if (begin < address + bytes && address < begin + size) return Registered::OVERLAPS;
+    if (begin < address + bytes && address < begin + size) return false;
   for (auto& [address, block] : blocks_)
-    if (begin < address + block.size && address < begin + size) return Registered::OVERLAPS;
-  if (registered_bytes_ + size > limit_) return Registered::BEYOND_LIMIT;
+    if (begin < address + block.size && address < begin + size) return false;
   registered_[begin] = size;
   racecheck().forget(begin, size);
-  registered_bytes_ += size;
-  return Registered::OK;
+  return true;
 }
 
 bool PinnedMemory::unregister_range(void* pointer) {
   std::lock_guard lock(mutex_);
-  auto found = registered_.find(static_cast<char*>(pointer));
-  if (found == registered_.end()) return false;
-  registered_bytes_ -= found->second;
-  registered_.erase(found);
-  return true;
-}
-
-void PinnedMemory::set_limit(size_t bytes) {
-  std::lock_guard lock(mutex_);
-  limit_ = bytes;
+  return registered_.erase(static_cast<char*>(pointer)) > 0;
 }
 
 PinnedMemory& pinned_memory() {

@@ -65,7 +65,7 @@ class DeviceMemory {
   Statistics statistics() const;
   void reset_peaks();
   size_t capacity() const;
-  void configure(size_t capacity, bool poison);
+  void set_capacity(size_t capacity);
   const Arena& arena() const { return arena_; }
 
  private:
@@ -107,7 +107,6 @@ class DeviceMemory {
   mutable std::mutex mutex_;
   Arena arena_;
   size_t capacity_ = 0;
-  bool poison_ = true;
   Statistics statistics_;
   std::map<std::pair<Stream*, bool>, Pool> pools_;
   std::map<void*, Block*> allocated_;
@@ -129,11 +128,10 @@ class PinnedMemory {
   bool is_page_locked(const void* pointer) const;
   // Return what no tensor and no copy uses to the system.
   void empty_cache();
-  enum class Registered { OK, OVERLAPS, BEYOND_LIMIT };
-  Registered register_range(void* pointer, size_t size);
+  // Return false if some of the memory is page-locked already.
+  bool register_range(void* pointer, size_t size);
   // Return false if there is no such range.
   bool unregister_range(void* pointer);
-  void set_limit(size_t bytes);
 
  private:
   struct Block {
@@ -145,7 +143,6 @@ class PinnedMemory {
     bool is_free() const;
   };
   mutable std::mutex mutex_;
-  size_t limit_ = SIZE_MAX, registered_bytes_ = 0;
   std::map<char*, Block> blocks_;
   std::map<char*, size_t> registered_;
 };

@@ -34,7 +34,7 @@ def before_each_backward(access: Callable[[Any], Any]) -> Accessing:
     return _accessing("backward", access, before=True)
 
 
-def abandoning() -> Accessing:
+def abandoning() -> AbstractContextManager[Results]:
     """Read the gradients after each backward, and abandon every second of them with ``zero_grad``."""
     backwards = count()
 
@@ -43,7 +43,7 @@ def abandoning() -> Accessing:
         if next(backwards) % 2:
             optimizer.zero_grad()
 
-    return _accessing("backward", read_and_abandon, before=False)
+    return _accessing("backward", read_and_abandon, before=False)()
 
 
 def _accessing(name: str, access: Callable[[Any], Any], *, before: bool) -> Accessing:

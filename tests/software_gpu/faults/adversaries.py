@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ LAZY_S = 20.0
 
 LAZY, LAZY_WORKER = "lazy", "lazy worker"
 LAZY_SIDE_STREAMS = "lazy side streams"
-LAZY_COPIES_TO_THE_HOST = "lazy kernels and copies to the host"
+LAZY_TO_HOST = "lazy kernels and copies to the host"
 
 
 class LazyWorker(Worker):
@@ -66,20 +65,13 @@ def lazy_worker() -> AbstractContextManager[object]:
     return mock.patch.object(executor, "Worker", LazyWorker)
 
 
-@dataclass(frozen=True)
-class Adversary:
-    """The behaviour of the device, and a context in which the host behaves in a certain way, too."""
-
-    settings: Settings
-    host: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-ADVERSARIES = {
-    **{name: Adversary(found) for name, found in settings.ADVERSARIES.items()},
-    LAZY: Adversary(Settings(lazy=True, lazy_s=LAZY_S)),
-    LAZY_WORKER: Adversary(Settings(), lazy_worker),
+ADVERSARIES: dict[str, tuple[Settings, Callable[[], AbstractContextManager[object]]]] = {
+    **{name: (found, nullcontext) for name, found in settings.ADVERSARIES.items()},
+    LAZY: (Settings(lazy=True, lazy_s=LAZY_S), nullcontext),
+    LAZY_WORKER: (Settings(), lazy_worker),
     # Tasks of the default stream are not late, so that they overtake those of the other streams.
-    LAZY_SIDE_STREAMS: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="on default stream")),
+    LAZY_SIDE_STREAMS: (Settings(lazy=True, lazy_s=LAZY_S, eager="on default stream"), nullcontext),
     # Prefetches overtake flushes.
-    LAZY_COPIES_TO_THE_HOST: Adversary(Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device")),
+    LAZY_TO_HOST: (Settings(lazy=True, lazy_s=LAZY_S, eager="copies to the device"), nullcontext),
 }
+"""The settings of the device by name, and a context in which the host behaves in a certain way, too."""

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states.runtime.executor import Executor
@@ -29,12 +30,14 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.placement import Placement
 from tests.software_gpu.faults import accesses
 from tests.software_gpu.faults import missing_order as order
-from tests.software_gpu.faults.accesses import after_each_step, before_each_backward
-from tests.software_gpu.faults.adversaries import LAZY, LAZY_COPIES_TO_THE_HOST, LAZY_SIDE_STREAMS, LAZY_WORKER
+from tests.software_gpu.faults.accesses import after_each_step as after
+from tests.software_gpu.faults.accesses import before_each_backward
+from tests.software_gpu.faults.adversaries import LAZY, LAZY_SIDE_STREAMS, LAZY_TO_HOST, LAZY_WORKER
 from tests.software_gpu.faults.missing_order import combined, missing, patched
 from tests.software_gpu.racecheck import BETWEEN
 from tests.zero.parity.case import (
     CPU,
+    NO_THROUGHPUT_TIMER,
     RESIDENT,
     STREAMED,
     STREAMED_MANY_SLOTS,
@@ -68,16 +71,18 @@ class Fault:
     zero: dict[str, Any] = field(default_factory=dict)
     script: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def case(self, world_size: int) -> Case:
+    def case(self) -> Case:
+        """Return the case, which is trained without the timer that waits for the device."""
         return Case(
             name="fault",
             blocks=(self.block,),
-            world_size=world_size,
+            world_size=dist.get_world_size(),
             zero=self.zero,
             accumulation=self.accumulation,
             uses_of_shared=self.uses_of_shared,
             steps=self.steps,
             clip=0.3,
+            extra=NO_THROUGHPUT_TIMER,
         )
 
     def is_shown_by(self, race: str) -> bool:
@@ -93,7 +98,7 @@ ONE_BUCKET = {"reduce_bucket_size": 100_000}
 FULL_WITH_THE_SHARED_LAYER = {"reduce_bucket_size": 23 * 23 + 23, "reduce_scatter": False}
 """A bucket with the exact size of the shared layer: DeepSpeed reduces it before it adds any other gradient."""
 
-NO_PERSISTENT_PARAMETERS = {"stage3_param_persistence_threshold": 0}
+NO_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 """Without persistent parameters DeepSpeed does not synchronize the whole device at the end of its step.
 
 It does so with several ranks, when it gathers them.
@@ -104,57 +109,52 @@ sums_on_the_host = combined(patched(AcceleratorChoice, "fits_accumulators", lamb
 """Keep the sums of gradients in host memory, although the device has room for them."""
 
 ALL_GATHER, A_READ = "all_gather_into_tensor", "aten::sum in accesses.py"
-FLUSH_AND_PREFETCH = ("_flush_states", "_prefetch")
+MASTERS, PARAMETERS = "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat"
+FLUSH_AND_PREFETCH, PUBLISH_AND_FORWARD = ("_flush_states", "_prefetch"), ("_publish", "forward")
+PUBLISH_AND_GATHER, GPU_STEP_AND_GATHER = ("_publish", ALL_GATHER), ("_gpu_step", ALL_GATHER)
 """Parts of the texts of accesses."""
+
+not_published, not_recorded = missing(Executor, "publish"), missing(torch.Tensor, "record_stream")
 
 
 ON_ONE_RANK = {
     # Forward reads the 16-bit parameters, by a gather or directly, after an update that ended in step().
     "update ends without waiting for its streams: forward reads parameters while PUBLISH writes them": Fault(
-        order.update_does_not_wait_for_its_streams, not_deferred(CPU), ("_publish", "forward")
+        order.update_does_not_drain, not_deferred(CPU), PUBLISH_AND_FORWARD
     ),
     "update ends without waiting for its streams: forward reads parameters while GPU_STEP writes them": Fault(
-        order.update_does_not_wait_for_its_streams, not_deferred(STREAMED), ("_gpu_step", "forward")
+        order.update_does_not_drain, not_deferred(STREAMED), ("_gpu_step", "forward")
     ),
     "update ends without waiting for its streams: the next step prefetches masters during FLUSH_STATES": Fault(
-        order.update_does_not_wait_for_its_streams,
+        order.update_does_not_drain,
         {**not_deferred(STREAMED_MANY_SLOTS), "overlap_backward": False},
         FLUSH_AND_PREFETCH,
     ),
     "update ends without waiting for its streams, from the fourth step on": Fault(
-        order.update_does_not_wait_for_its_streams_from_the_fourth_step_on,
-        not_deferred(CPU),
-        ("_publish", "forward"),
-        steps=6,
+        order.update_does_not_drain_from_the_fourth_step_on, not_deferred(CPU), PUBLISH_AND_FORWARD, steps=6
     ),
     # Forward reads them while a deferred update is in flight.
     "forward does not wait for PUBLISH of a deferred update": Fault(
-        combined(missing(Executor, "publish"), order.worker_begins_after_the_step),
+        combined(not_published, order.worker_begins_after_the_step),
         CPU,
-        ("_publish", "forward"),
+        PUBLISH_AND_FORWARD,
         adversary=LAZY_SIDE_STREAMS,
     ),
     "forward does not wait for GPU_STEP of a deferred update": Fault(
-        missing(Executor, "publish"), STREAMED, ("_gpu_step", "forward"), adversary=LAZY_SIDE_STREAMS
+        not_published, STREAMED, ("_gpu_step", "forward"), adversary=LAZY_SIDE_STREAMS
     ),
     "readers of persistent parameters do not wait until they are published": Fault(
-        missing(UnitWaits, "publish_persistent_unit"),
-        CPU,
-        ("_publish", A_READ),
-        script=after_each_step(accesses.read_persistent),
+        missing(UnitWaits, "publish_persistent_unit"), CPU, ("_publish", A_READ), script=after(accesses.read_persistent)
     ),
     # Flushes are in flight during backward.
     "prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it": Fault(
-        order.prefetches_do_not_wait_for_flushes, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_COPIES_TO_THE_HOST
+        order.prefetches_do_not_wait, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_TO_HOST
     ),
     "prefetches do not wait for flushes: backward prefetches masters while FLUSH_STATES writes them": Fault(
-        order.prefetches_do_not_wait_for_flushes,
-        STREAMED_MANY_SLOTS,
-        FLUSH_AND_PREFETCH,
-        adversary=LAZY_COPIES_TO_THE_HOST,
+        order.prefetches_do_not_wait, STREAMED_MANY_SLOTS, FLUSH_AND_PREFETCH, adversary=LAZY_TO_HOST
     ),
     "backward does not wait for the update: it prefetches into a slot while FLUSH_STATES reads it": Fault(
-        order.backward_does_not_wait, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_COPIES_TO_THE_HOST
+        order.backward_does_not_wait, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_TO_HOST
     ),
     # The next two faults need two missing waits each: forward's waits already order the readers of the gradients.
     "neither forward nor backward waits for the worker, which reads the gradients that backward overwrites": Fault(
@@ -164,33 +164,27 @@ ON_ONE_RANK = {
         adversary=LAZY_WORKER,
     ),
     "neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates": Fault(
-        combined(missing(Executor, "publish"), order.backward_does_not_wait), STREAMED, ("_add", "_gpu_step")
+        combined(not_published, order.backward_does_not_wait), STREAMED, ("_add", "_gpu_step")
     ),
     # No reader of states or parameters sees an update in flight.
     "readers of masters do not wait for the worker": Fault(
-        order.readers_do_not_wait("fp32_partitioned_groups_flat"),
+        order.readers_do_not_wait(MASTERS),
         CPU,
         ("_cpu_step", A_READ),
-        script=after_each_step(accesses.read_masters),
+        script=after(accesses.read_masters),
         adversary=LAZY_WORKER,
     ),
     "readers of masters do not wait for FLUSH_STATES": Fault(
-        order.readers_do_not_wait("fp32_partitioned_groups_flat"),
-        STREAMED,
-        ("_flush_states", A_READ),
-        script=after_each_step(accesses.read_masters),
+        order.readers_do_not_wait(MASTERS), STREAMED, ("_flush_states", A_READ), script=after(accesses.read_masters)
     ),
     "readers of moments do not wait for FLUSH_STATES": Fault(
         patched(GuardedStates, "state", DeepSpeedZeroOptimizer_Stage3.state),
         STREAMED,
         ("_flush_states", A_READ),
-        script=after_each_step(accesses.read_moments),
+        script=after(accesses.read_moments),
     ),
     "readers of 16-bit parameters do not wait for PUBLISH": Fault(
-        order.readers_do_not_wait("fp16_partitioned_groups_flat"),
-        CPU,
-        ("_publish", A_READ),
-        script=after_each_step(accesses.read_parameters),
+        order.readers_do_not_wait(PARAMETERS), CPU, ("_publish", A_READ), script=after(accesses.read_parameters)
     ),
     # Gradients are staged before the bucket is filled again.
     "the reduction does not wait until the bucket is staged": Fault(
@@ -201,10 +195,7 @@ ON_ONE_RANK = {
     ),
     # Here the partition is the gradient itself, which stays safe if it is recorded on the stream that reads it.
     "backward does not wait until a single-parameter bucket is staged, and its gradient is not recorded": Fault(
-        combined(
-            order.on_an_unawaited_stream(DeepOptimizerStates_Stage3, "partition_grads"),
-            missing(torch.Tensor, "record_stream"),
-        ),
+        combined(order.on_an_unawaited_stream(DeepOptimizerStates_Stage3, "partition_grads"), not_recorded),
         CPU,
         ("add_reduced_bucket", "next owner"),
         zero=SINGLE_PARAMETER_BUCKETS,
@@ -227,7 +218,7 @@ ON_ONE_RANK = {
         ("flush", "add_to"),
         accumulation=2,
         script=sums_on_the_host,
-        zero={**ONE_BUCKET, **NO_PERSISTENT_PARAMETERS, "sub_group_size": 10**9},
+        zero={**ONE_BUCKET, **NO_PERSISTENT, "sub_group_size": 10**9},
     ),
     # Autograd adds to a gradient that is in the bucket already.
     "autograd does not wait until the gradient that it adds to is copied into the bucket": Fault(
@@ -288,45 +279,39 @@ ON_ONE_RANK = {
     # Resident states are loaded before their first update, and written back before others read them.
     # Without them, nothing else is waited for in the step.
     "GPU_STEP does not wait until resident states are loaded": Fault(
-        lambda: order.resident_states_with(order.compute_does_not_wait_for_the_load),
+        order.resident_states_with(order.compute_does_not_wait_for_the_load),
         RESIDENT,
         ("load", "_gpu_step"),
-        zero=NO_PERSISTENT_PARAMETERS,
+        zero=NO_PERSISTENT,
     ),
     "readers of masters do not wait until resident states are written back": Fault(
-        lambda: order.resident_states_with(order.does_not_wait_for_the_write_back),
+        order.resident_states_with(order.does_not_wait_for_the_write_back),
         RESIDENT,
         ("write_back", A_READ),
-        script=after_each_step(accesses.read_masters),
+        script=after(accesses.read_masters),
     ),
     # Units move between steps.
     # The executor waits for its streams, too, when it gets other units.
     # Without them, nothing else is waited for in the step.
     "a move does not wait until resident states are written back, which the CPU updates from then on": Fault(
-        combined(
-            lambda: order.resident_states_with(order.does_not_wait_for_the_write_back),
-            order.update_does_not_wait_for_its_streams,
-        ),
+        combined(order.resident_states_with(order.does_not_wait_for_the_write_back), order.update_does_not_drain),
         RESIDENT,
         ("write_back", "_cpu_step"),
         script=moves_in_turn((Placement.RESIDENT, 10**9), (Placement.CPU, 300)),
         steps=4,
-        zero=NO_PERSISTENT_PARAMETERS,
+        zero=NO_PERSISTENT,
     ),
     "forward waits for the units that held the parameters before a move": Fault(
         order.gathers_keep_their_first_units,
         CPU,
-        ("_publish", "forward"),
+        PUBLISH_AND_FORWARD,
         script=moves_in_turn((Placement.CPU, 10**9), (Placement.CPU, 300)),
         steps=5,
         adversary=LAZY_WORKER,
     ),
     # Memory is used by another stream than the one that it was allocated on.
     "a gradient is not recorded on the stream that reduces it": Fault(
-        missing(torch.Tensor, "record_stream"),
-        CPU,
-        ("__add_grad_to_ipg_bucket", "next owner"),
-        adversary=LAZY_SIDE_STREAMS,
+        not_recorded, CPU, ("__add_grad_to_ipg_bucket", "next owner"), adversary=LAZY_SIDE_STREAMS
     ),
     # DeepSpeed's own waits: the race detector checks the whole engine, and not only our hooks.
     "the reduction does not wait for backward": Fault(
@@ -335,43 +320,43 @@ ON_ONE_RANK = {
 }
 ON_TWO_RANKS = {
     "update ends without waiting for its streams: the all-gather reads parameters while PUBLISH writes them": Fault(
-        order.update_does_not_wait_for_its_streams, not_deferred(CPU), ("_publish", ALL_GATHER)
+        order.update_does_not_drain, not_deferred(CPU), PUBLISH_AND_GATHER
     ),
     "update ends without waiting for its streams: the all-gather reads parameters while GPU_STEP writes them": Fault(
-        order.update_does_not_wait_for_its_streams, not_deferred(STREAMED), ("_gpu_step", ALL_GATHER)
+        order.update_does_not_drain, not_deferred(STREAMED), GPU_STEP_AND_GATHER
     ),
     "the all-gather does not wait for PUBLISH of a deferred update": Fault(
-        combined(missing(Executor, "publish"), order.worker_begins_after_the_step), CPU, ("_publish", ALL_GATHER)
+        combined(not_published, order.worker_begins_after_the_step), CPU, PUBLISH_AND_GATHER
     ),
     "the all-gather does not wait for GPU_STEP of a deferred update": Fault(
-        missing(Executor, "publish"), STREAMED, ("_gpu_step", ALL_GATHER), zero=NO_PERSISTENT_PARAMETERS
+        not_published, STREAMED, GPU_STEP_AND_GATHER, zero=NO_PERSISTENT
     ),
     "a user's gather does not wait for a deferred update": Fault(
         missing(Gathers, "_finish_update"),
         STREAMED,
-        ("_gpu_step", ALL_GATHER),
-        script=after_each_step(accesses.read_gathered),
-        zero=NO_PERSISTENT_PARAMETERS,
+        GPU_STEP_AND_GATHER,
+        script=after(accesses.read_gathered),
+        zero=NO_PERSISTENT,
     ),
     # The caller writes parameters before the next forward gathers them.
     "forward's all-gather does not wait for a write in GatheredParameters": Fault(
         missing(Coordinator, "gather_after_current_stream"),
         CPU,
         ("_partition_param", ALL_GATHER),
-        script=after_each_step(accesses.write_gathered),
+        script=after(accesses.write_gathered),
     ),
     "forward's all-gather does not wait for a write in partition(), after an update that ended in step()": Fault(
         missing(Coordinator, "gather_after_current_stream"),
         not_deferred(STREAMED),
         ("_partition_param", ALL_GATHER),
-        script=after_each_step(accesses.write_and_partition),
+        script=after(accesses.write_and_partition),
     ),
     # A write that bypasses DeepSpeed's interfaces does not wait for a deferred update.
     "forward's all-gather does not wait for a write to a partition in place": Fault(
         missing(Coordinator, "gather_after_current_stream"),
         not_deferred(CPU),
         ("mul_", "_all_gather_dtype"),
-        script=after_each_step(accesses.write_partitions),
+        script=after(accesses.write_partitions),
     ),
     # Without prefetches, since forward could prefetch parameters of backward before the write.
     "backward's all-gather does not wait for a write to a partition in place": Fault(
@@ -383,10 +368,10 @@ ON_TWO_RANKS = {
     ),
     # Persistent parameters are updated and published before step() returns.
     "the gather in step() does not wait until the persistent unit is published": Fault(
-        missing(UnitWaits, "publish_persistent_unit"), CPU, ("_publish", ALL_GATHER)
+        missing(UnitWaits, "publish_persistent_unit"), CPU, PUBLISH_AND_GATHER
     ),
     "gathered partitions are not recorded on the stream that uses them": Fault(
-        missing(torch.Tensor, "record_stream"), CPU, ("read on the default stream", "next owner")
+        not_recorded, CPU, ("read on the default stream", "next owner")
     ),
     "users of gathered parameters do not wait for the all-gather": Fault(
         order.all_gathers_are_not_awaited, CPU, (ALL_GATHER, "aten::cat")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -34,6 +35,11 @@ def patched(owner: Any, name: str, replacement: Any) -> Callable[[], AbstractCon
     return lambda: mock.patch.object(owner, name, replacement)
 
 
+def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], AbstractContextManager[object]]:
+    """Call ``method`` with the object, the original method and its arguments."""
+    return patched(owner, name, partialmethod(method, getattr(owner, name)))
+
+
 def do_nothing(*_: object) -> None:
     pass
 
@@ -57,7 +63,7 @@ def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[
 END_OF_UPDATE = ("wait_until_drained", "order_after_update")
 """The methods that wait for the streams at the end of an update: the host does, or the stream of backward."""
 
-update_does_not_wait_for_its_streams = combined(*(missing(LaneStreams, name) for name in END_OF_UPDATE))
+update_does_not_drain = combined(*(missing(LaneStreams, name) for name in END_OF_UPDATE))
 
 
 def _at_first(name: str) -> Callable[[], AbstractContextManager[object]]:
@@ -66,34 +72,30 @@ def _at_first(name: str) -> Callable[[], AbstractContextManager[object]]:
     return patched(LaneStreams, name, lambda lanes: wait(lanes) if next(updates) < 4 else None)
 
 
-def update_does_not_wait_for_its_streams_from_the_fourth_step_on() -> AbstractContextManager[object]:
+def update_does_not_drain_from_the_fourth_step_on() -> AbstractContextManager[object]:
     return combined(*map(_at_first, END_OF_UPDATE))()
 
 
-_set_schedule = Issuer.set_schedule
-
-
-def _set_without_flushes(issuer: Issuer, schedule: Schedule) -> None:
-    _set_schedule(issuer, schedule)
+def _set_without_flushes(issuer: Issuer, set_schedule: Any, schedule: Schedule) -> None:
+    set_schedule(issuer, schedule)
     issuer.flushes_before = {}
 
 
-prefetches_do_not_wait_for_flushes = patched(Issuer, "set_schedule", _set_without_flushes)
+prefetches_do_not_wait = replaced(Issuer, "set_schedule", _set_without_flushes)
 """Prefetch for the next update while the last one still flushes the slots and the states that are read."""
+
+
+def _on_side_stream(self: Any, original: Any, *args: Any) -> Any:
+    accelerator = get_accelerator()
+    side = accelerator.Stream()
+    side.wait_stream(accelerator.current_stream())
+    with accelerator.stream(side):
+        return original(self, *args)
 
 
 def on_an_unawaited_stream(owner: type, name: str) -> Callable[[], AbstractContextManager[object]]:
     """Issue the method's operations on a new stream, which waits for the caller's but which no stream waits for."""
-    original = getattr(owner, name)
-
-    def issue_on_side_stream(self: Any, *args: Any) -> Any:
-        accelerator = get_accelerator()
-        side = accelerator.Stream()
-        side.wait_stream(accelerator.current_stream())
-        with accelerator.stream(side):
-            return original(self, *args)
-
-    return patched(owner, name, issue_on_side_stream)
+    return replaced(owner, name, _on_side_stream)
 
 
 def actions_do_not_wait(kind: ActionKind) -> Callable[[], AbstractContextManager[object]]:
@@ -136,47 +138,39 @@ def gathers_keep_their_first_units() -> AbstractContextManager[object]:
     return mock.patch.object(Gathers, "_units", property(first_units))
 
 
-def backward_does_not_wait() -> AbstractContextManager[object]:
-    """Remove backward's waits for the end of the update, in both of its hooks, and prefetch in spite of the update.
-
-    The executor refuses to forget gradients while an update is pending. No script here sets any: none are to forget.
-    """
-    stack = ExitStack()
-    for hook in ("backward_prologue", "partition_grads"):
-        stack.enter_context(_without_wait(hook))
-    stack.enter_context(mock.patch.object(Executor, "prefetch", _prefetch_anyway(Executor.prefetch)))
-    stack.enter_context(mock.patch.object(Executor, "forget_replaced_tensors", do_nothing))
-    return stack
+def _call_without_wait(self: Any, hook: Any, *args: Any) -> Any:
+    with mock.patch.object(Update, "wait_on_stream", do_nothing):
+        return hook(self, *args)
 
 
-def _without_wait(hook: str) -> AbstractContextManager[object]:
-    original = getattr(DeepOptimizerStates_Stage3, hook)
-
-    def call(self: Any, *args: Any) -> Any:
-        with mock.patch.object(Update, "wait_on_stream", do_nothing):
-            return original(self, *args)
-
-    return mock.patch.object(DeepOptimizerStates_Stage3, hook, call)
+def _prefetch_anyway(self: Executor, prefetch: Any) -> None:
+    pending, self._pending = self._pending, False
+    prefetch(self)
+    self._pending = pending
 
 
-def _prefetch_anyway(prefetch: Callable[[Executor], None]) -> Callable[[Executor], None]:
-    def prefetched(self: Executor) -> None:
-        pending, self._pending = self._pending, False
-        prefetch(self)
-        self._pending = pending
+backward_does_not_wait = combined(
+    *(
+        replaced(DeepOptimizerStates_Stage3, hook, _call_without_wait)
+        for hook in ("backward_prologue", "partition_grads")
+    ),
+    replaced(Executor, "prefetch", _prefetch_anyway),
+    missing(Executor, "forget_replaced_tensors"),
+)
+"""Remove backward's waits for the end of the update, in both of its hooks, and prefetch in spite of the update.
 
-    return prefetched
+The executor refuses to forget gradients while an update is pending. No script here sets any: none are to forget.
+"""
 
 
-def resident_states_with(fault: Callable[[ResidentStates], object]) -> AbstractContextManager[object]:
-    """Apply ``fault`` to each ``ResidentStates`` that is created inside this context."""
-    original = ResidentStates.__init__
+def resident_states_with(fault: Callable[[ResidentStates], object]) -> Callable[[], AbstractContextManager[object]]:
+    """Apply ``fault`` to each ``ResidentStates`` that is created inside the context."""
 
-    def initialize(self: ResidentStates, *args: Any) -> None:
+    def initialize(self: ResidentStates, original: Any, *args: Any) -> None:
         original(self, *args)
         fault(self)
 
-    return mock.patch.object(ResidentStates, "__init__", initialize)
+    return replaced(ResidentStates, "__init__", initialize)
 
 
 def compute_does_not_wait_for_the_load(residents: ResidentStates) -> None:
@@ -211,13 +205,11 @@ class UnawaitedWork(SoftwareWork):
         return True
 
 
-def all_gathers_are_not_awaited() -> AbstractContextManager[object]:
-    run = SoftwareProcessGroup._run
+def _run_unawaited(self: SoftwareProcessGroup, run: Any, method: str, *args: Any) -> dist.Work:
+    work: dist.Work = run(self, method, *args)
+    if method in ("_allgather_base", "all_gather_single"):
+        work.__class__ = UnawaitedWork
+    return work
 
-    def run_unawaited(self: SoftwareProcessGroup, method: str, *args: Any) -> dist.Work:
-        work = run(self, method, *args)
-        if method in ("_allgather_base", "all_gather_single"):
-            work.__class__ = UnawaitedWork
-        return work
 
-    return mock.patch.object(SoftwareProcessGroup, "_run", run_unawaited)
+all_gathers_are_not_awaited = replaced(SoftwareProcessGroup, "_run", _run_unawaited)

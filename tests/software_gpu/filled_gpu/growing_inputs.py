@@ -27,8 +27,7 @@ from tests.zero.parity.training import DTYPES, Block, Record, collect
 BYTES_PER_TOKEN = 8192
 """The activations that each layer keeps from forward to backward, per token."""
 
-EXPERTS, CACHED_TOGETHER = 256, 256
-"""The tokens for which a generation caches memory between two forwards."""
+EXPERTS = 256
 
 SLOWDOWN = 1e5
 """The factor between a machine and the one that the plans are made for: on that, no window hides an update."""
@@ -46,15 +45,13 @@ CASE = Case(
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the tokens of each micro-batch, those of an evaluation before it, and those generated before it.
+    """One step: the tokens of each micro-batch.
 
     ``busiest`` tokens of each micro-batch are routed to its busiest expert, or all of them. With ``in_backward``, the
     memory of the experts is in use in backward only, as if they were computed again there.
     """
 
     tokens: tuple[int, ...]
-    evaluated: int | None = None
-    generated: int = 0
     busiest: int | None = None
     in_backward: bool = False
 
@@ -144,10 +141,6 @@ def train_on_gpu(
         try:
             losses = []
             for number, step in enumerate(steps):
-                if step.evaluated is not None:
-                    with torch.no_grad():
-                        losses.append(engine(*batch(case, 10_000 + number, step.evaluated)))
-                losses += generate(engine, batch(case, 20_000 + number, 1), step.generated)
                 model.in_backward = step.in_backward
                 failed = False
                 for position, tokens in enumerate(step.tokens):
@@ -179,37 +172,6 @@ def forward_and_backward(engine: Any, inputs: tuple[torch.Tensor, torch.Tensor])
     loss: torch.Tensor = engine(*inputs)
     engine.backward(loss)
     return loss.detach()
-
-
-def generate(engine: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Return the losses of forwards with one token each, while a cache grows for so many tokens.
-
-    The cache is not an input of the model, like that of transformers, which is no tensor either.
-    """
-    cache, losses = [], []
-    with torch.no_grad():
-        for _ in range(0, tokens, CACHED_TOGETHER):
-            losses.append(engine(*inputs))
-            cache.append(torch.empty(CACHED_TOGETHER * BYTES_PER_TOKEN, dtype=torch.uint8, device=inputs[0].device))
-    return losses
-
-
-def memory_that_stock_needs(steps: Sequence[Step], case: Case = CASE) -> int:
-    """Return the memory of a GPU on which stock just fits. For one rank only: an error is not agreed on.
-
-    It is the least with which stock trains here, to 4 MiB, and 8 MiB that the engine before may have left in segments.
-    From the third on, equal steps in a row need what the second needs, and are left out.
-    """
-    steps = [step for number, step in enumerate(steps) if number < 2 or steps[number - 2 : number] != [step, step]]
-    enough, too_small = 256, 0
-    while enough - too_small > 4:
-        tried = (enough + too_small) // 2
-        try:
-            train_on_gpu(steps, None, tried * 2**20, case)
-            enough = tried
-        except torch.OutOfMemoryError:
-            too_small = tried
-    return (enough + 8) * 2**20
 
 
 def batch(case: Case, number: int, tokens: int, busiest: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

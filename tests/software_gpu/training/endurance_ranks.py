@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from perf_model.schedule.plan import UpdatePlan
 from tests.launch import answer
 from tests.software_gpu import device
 from tests.software_gpu.device import DeviceRuntime
@@ -106,50 +107,37 @@ def counted(page_locked: dict[int, int]) -> dict[str, float]:
     }
 
 
-def leak_of(kind: str, kept: list[Any]) -> Callable[[], object]:
-    """Return a function that keeps one more thing of the kind in ``kept``."""
-    leaks: dict[str, Callable[[], object]] = {
-        "host": lambda: kept.append(torch.ones(LEAKED_NUMEL)),
-        "accelerator": lambda: kept.append(on_accelerator(torch.ones(LEAKED_NUMEL))),
-        "open file": lambda: kept.append(os.open(os.devnull, os.O_RDONLY)),
-        "temporary file": lambda: kept.append(tempfile.mkstemp()[0]),
-    }
-    every = {"none": lambda: None, "every": lambda: [leak() for leak in leaks.values()]}
-    return {**leaks, **every}[kind]
+LEAKS: dict[str, Callable[[], object]] = {
+    "host": lambda: torch.ones(LEAKED_NUMEL),
+    "accelerator": lambda: on_accelerator(torch.ones(LEAKED_NUMEL)),
+    "open file": lambda: os.open(os.devnull, os.O_RDONLY),
+    "temporary file": lambda: tempfile.mkstemp()[0],
+}
+"""Functions that return one more thing that is kept."""
 
 
-class Endurance:
-    """An engine that trains, and is saved and loaded before everything that the process keeps is counted."""
+def train(engine: Any, step: int, rng: random.Random) -> None:
+    """Train one step, which is sometimes skipped, and after which the model is sometimes evaluated."""
+    x, target = (on_accelerator(tensor) for tensor in batch(CASE, dist.get_rank(), step % 100, torch.bfloat16))
+    # Units may not move after a skipped step, whose prefetches are still in their slots.
+    is_skipped = rng.random() < SKIPPED_SHARE and step % PERIOD != PERIOD - 1
+    engine.backward(engine(x, target, 1.0, math.inf if is_skipped else 1.0))
+    engine.step()
+    if rng.random() < EVALUATED_SHARE:
+        engine.eval()
+        with torch.no_grad():
+            engine(x, target, 1.0, 1.0)
+        engine.train()
 
-    def __init__(self, engine: Any, folder: Path, seed: int) -> None:
-        self.engine, self.folder = engine, folder
-        self.rng = random.Random(seed)
-        self.plan = engine.optimizer.plan
-        self.evaluated = 0
 
-    def train(self, step: int) -> None:
-        x, target = (on_accelerator(tensor) for tensor in batch(CASE, dist.get_rank(), step % 100, torch.bfloat16))
-        # Units may not move after a skipped step, whose prefetches are still in their slots.
-        is_skipped = self.rng.random() < SKIPPED_SHARE and step % PERIOD != PERIOD - 1
-        self.engine.backward(self.engine(x, target, 1.0, math.inf if is_skipped else 1.0))
-        self.engine.step()
-        if self.rng.random() < EVALUATED_SHARE:
-            self.evaluated += 1
-            self.engine.eval()
-            with torch.no_grad():
-                self.engine(x, target, 1.0, 1.0)
-            self.engine.train()
-
-    def sample(self, page_locked: dict[int, int]) -> dict[str, float]:
-        """Save and load, run the first plan again, and count. The checkpoint replaces the one before."""
-        self.engine.save_checkpoint(str(self.folder), tag="tag")
-        self.engine.load_checkpoint(str(self.folder))
-        self.engine.optimizer._before_eviction()
-        running = self.engine.optimizer._running
-        running.adopt(self.plan)
-        assert running.restore()
-        device.synchronize()
-        return counted(page_locked)
+def save_and_load(engine: Any, folder: Path, plan: UpdatePlan) -> None:
+    """Save and load a checkpoint, which replaces the one before, and run the first plan again."""
+    engine.save_checkpoint(str(folder), tag="tag")
+    engine.load_checkpoint(str(folder))
+    engine.optimizer._before_eviction()
+    engine.optimizer._running.adopt(plan)
+    assert engine.optimizer._running.restore()
+    device.synchronize()
 
 
 def growth_of(samples: list[float]) -> float:
@@ -162,42 +150,27 @@ def growth_of(samples: list[float]) -> float:
 
 def main(seed: int, steps: int, leak: str) -> None:
     kept: list[Any] = []
-    moved = MoveCounts()
+    rng, samples = random.Random(seed), []
     with (
         shared_folder() as folder,
         mock.patch.object(tempfile, "tempdir", str(folder)),
         counted_page_locks() as page_locked,
         plugged(),
-        random_moves(seed, moved, change_after=MOVES_SHARE),
+        random_moves(seed, MoveCounts(), change_after=MOVES_SHARE),
         closing_engine(CASE, CASE.blocks[0]) as engine,
     ):
-        endurance, samples = Endurance(engine, folder / "saved", seed), []
-        add_leak = leak_of(leak, kept)
+        plan = engine.optimizer.plan
         for step in range(steps):
-            endurance.train(step)
+            train(engine, step, rng)
             if step % LEAK_EVERY == 0:
-                add_leak()
+                kept += [one_more() for kind, one_more in LEAKS.items() if leak in (kind, "every")]
             if step % PERIOD == PERIOD - 1:
-                samples.append(endurance.sample(page_locked))
+                save_and_load(engine, folder / "saved", plan)
+                samples.append(counted(page_locked))
         growth = {name: growth_of([sample[name] for sample in samples]) for name in samples[0]}
-        answer(
-            {
-                "growth": growth,
-                # Host memory grows in the first steps, with stock, too: it is judged if the second quarter is later.
-                "grown": [
-                    name
-                    for name, limit in LIMITS.items()
-                    if growth[name] > limit and (name != "host memory, bytes" or steps >= 4 * WARM_UP_STEPS)
-                ],
-                "first": samples[0],
-                "last": samples[-1],
-                "steps": steps,
-                "skipped": engine.skipped_steps,
-                "evaluated": endurance.evaluated,
-                "samples": len(samples),
-                "moved": moved.to_json_dict(),
-            }
-        )
+        # Host memory grows in the first steps, with stock, too: it is judged if the second quarter is later.
+        judged = set(LIMITS) - (set() if steps >= 4 * WARM_UP_STEPS else {"host memory, bytes"})
+        answer({"growth": growth, "grown": [name for name in judged if growth[name] > LIMITS[name]], "steps": steps})
 
 
 if __name__ == "__main__":

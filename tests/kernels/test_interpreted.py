@@ -1,4 +1,4 @@
-"""Compare the GPU kernel in Triton's interpreter with the CPU kernel, bit for bit. ``test_triton.py`` runs this.
+"""Compare the GPU kernel in Triton's interpreter with the CPU kernel, bit for bit.
 
 The interpreter uses numpy, whose operations on float32 are correctly rounded. The exception is the fused multiply-add,
 which some versions of Triton round twice there; this module replaces it by one that rounds once. So this checks the
@@ -7,15 +7,14 @@ source of the kernel, and not the code that a GPU executes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise, permutations, product
+from itertools import cycle, pairwise, permutations, product
 from types import SimpleNamespace
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import numpy as np
+import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -41,7 +40,7 @@ from tests.kernels.adam_steps import (
     difficult_tensors,
     fused_multiply_add,
 )
-from tests.launch import answer
+from tests.ranks import ranks
 
 NUMEL = 4 * 1024 + 77
 BORDERS = (0, 1, 795, 3138, 3672, NUMEL - 1, NUMEL)
@@ -109,32 +108,27 @@ def wrong_nans(tensors: AdamTensors) -> list[str]:
 
 
 def cases() -> Iterator[tuple[Tail, torch.dtype, torch.dtype | None, bool, StateDtypes]]:
-    """Yield every tail with every pair of dtypes. The kinds of decay alternate over them."""
-    for tail, (row, grad), (column, param) in product(Tail, enumerate(GRADS), enumerate(PARAMS)):
-        yield tail, grad, param, (row + column) % 2 == 0, FP32_STATES
-    for tail, dtypes, grad in product(Tail, (BF16_MASTERS, BF16_STATES), GRADS[:2]):
-        yield tail, grad, torch.bfloat16, True, dtypes
-        yield tail, grad, None, False, dtypes
+    """Yield every pair of dtypes of gradient and parameters, with tails and kinds of decay in turn."""
+    bf16_states = product((BF16_MASTERS, BF16_STATES), GRADS[:2], (torch.bfloat16, None))
+    pairs = [*((FP32_STATES, *pair) for pair in product(GRADS, PARAMS)), *bf16_states]
+    for (states, grad, param), tail, adamw in zip(pairs, cycle(Tail), cycle((True, False)), strict=False):
+        yield tail, grad, param, adamw, states
 
 
-def main() -> None:
+@pytest.mark.P2
+@ranks(1, fresh=True, group=nullcontext, TRITON_INTERPRET="1")
+def test_interpreted_kernel_has_the_bits_of_the_cpu_kernel() -> None:
     def create_fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
 
     InterpreterBuilder.create_fma = create_fma
     # The interpreter cannot call CUDA's library; numpy rounds a sum as add_rn does.
     triton_kernel.libdevice = SimpleNamespace(add_rn=lambda a, b: a + b)
-    differ: list[str] = []
-    for seed, (tail, *options) in enumerate(cases()):
-        differ += compared(Arithmetic(WIDTHS[seed % len(WIDTHS)], tail), *options, seed=seed)
-        differ += compared(Arithmetic((16, 1)[seed % 2], tail), *options, seed=seed, numel=LENGTHS[seed % len(LENGTHS)])
-    others = {
-        f"{one} is not {other}": len(compared(one, torch.float32, None, True, cpu_arithmetic=other))
-        for one, other in permutations((Arithmetic(1, tail) for tail in Tail), 2)
-    }
-    answer({"differ": differ, "others": others})
-
-
-if __name__ == "__main__":
     with np.errstate(all="ignore"):
-        main()
+        for seed, (tail, *options) in enumerate(cases()):
+            arithmetic = Arithmetic(WIDTHS[seed % len(WIDTHS)], tail)
+            assert compared(arithmetic, *options, seed=seed) == []
+            length = LENGTHS[seed % len(LENGTHS)]
+            assert compared(Arithmetic((16, 1)[seed % 2], tail), *options, seed=seed, numel=length) == []
+        for one, other in permutations((Arithmetic(1, tail) for tail in Tail), 2):
+            assert compared(one, torch.float32, None, True, cpu_arithmetic=other), "another arithmetic has other bits"
