@@ -146,34 +146,6 @@ def test_a_failed_transfer_is_a_failure_of_the_update_that_names_the_folder(
     assert str(tmp_path) in str(training.executor.failure)
 
 
-@pytest.mark.P6
-@pytest.mark.parametrize("delay", range(0, 12, 3))
-def test_the_next_update_fails_because_of_a_write_that_failed_in_flight(tmp_path: Path, delay: int) -> None:
-    """Check a failure of the last write, which may come before, between and after the reads of the next update."""
-    plan = random_plan(random.Random(1))
-    training = MovingTraining(MODEL, plan, HostDevice(), [tmp_path])
-    iteration = MovingIteration(plan=plan, prefetches=True, overlaps_flushes=True)
-    list(training.run(0, iteration))
-    write, disk = StateFile.write, training.memory.disk
-    assert disk is not None
-    *_, last = (run for unit in disk.units.values() for run in unit.runs if run.size_bytes)
-
-    def fail_late(file: StateFile, memory: memoryview, offset_bytes: int) -> None:
-        if offset_bytes != last.offset_bytes:
-            return write(file, memory, offset_bytes)
-        time.sleep(0.002 * delay)
-        raise DiskError("by this test")
-
-    with hostile_disk(random.Random(delay), 0.001), mock.patch.object(StateFile, "write", fail_late):
-        with suppress(AssertionError):
-            list(training.run(1, iteration))
-        time.sleep(0.001 * delay)
-        with suppress(AssertionError):
-            list(training.run(2, iteration))
-    training.executor.close()
-    assert "by this test" in str(training.executor.failure)
-
-
 def use_buffered_io(file: StateFile) -> None:
     """Let ``file`` use the page cache, which takes memory at any address, as if a mapping differs from direct I/O."""
     assert file.is_direct
