@@ -1,7 +1,4 @@
-"""Fork ranks from a program that itself decides when they start, and when they are killed.
-
-The program has imported everything and started nothing, as in ``tests.fork_server``.
-"""
+"""Fork ranks from a program that itself decides when they start, and when they are killed."""
 
 from __future__ import annotations
 
@@ -25,12 +22,11 @@ from tests.zero.process_group import process_group
 
 @dataclass
 class Rank:
-    """A forked process of a group."""
+    """A forked process of a group, which writes both streams to the file ``output``."""
 
     rank: int
     world_size: int
     output: Path
-    """The file to which it writes both streams."""
     pid: int = 0
 
 

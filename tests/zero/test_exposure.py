@@ -94,12 +94,12 @@ def test_each_exposed_span_lies_where_the_model_waited_also_in_later_iterations(
 
 def test_an_update_that_is_reported_during_the_next_one_has_the_same_times() -> None:
     """Check it with updates that become slower, so that events of another update have other times."""
-    at_once, late = VirtualForward([0.1] * 5, 0.3), VirtualForward([0.1] * 5, 0.3)
+    at_once, late = (VirtualForward([0.1] * 5, 0.3) for _ in range(2))
     for number in range(4):
         at_once.iteration(slower=1 + number / 10)
         late.iteration(slower=1 + number / 10, reports=False)
     assert [times_of(phases) for phases in late.reported] == [
-        pytest.approx(times_of(phases)) for phases in at_once.reported[:3]
+        pytest.approx(times_of(each)) for each in at_once.reported[:3]
     ]
     assert times_of(late.reported[0]) != pytest.approx(times_of(late.reported[1]))
 
