@@ -1,7 +1,7 @@
 """Train on the device under its race check, and print the races and the differences from a run on the CPU accelerator.
 
-Arguments: ``quick``, ``cases``, or random cases, each a seed with the names of simplifications: ``17`` or
-``17,two_steps,bf16``. Rank 0 prints one answer per training, with the results of all ranks.
+Arguments: ``quick``, ``cases``, or the seeds of random cases. Rank 0 prints one answer per training, with the results
+of all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.zero.parity.case import (
     eager,
 )
 from tests.zero.parity.cases import ALL_ON_DISK, CASES, DEPARTURES, OFFLOADED_MIX, ON_DISK, QUICK
-from tests.zero.parity.random_case import simplified
+from tests.zero.parity.random_case import random_case
 from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
 from tests.zero.random_plans import MoveCounts, random_moves
 
@@ -161,8 +161,7 @@ def main(arguments: list[str]) -> None:
         run_cases((*CASES, *DEPARTURES))
     else:
         for argument in arguments:
-            seed, *names = argument.split(",")
-            case = simplified(int(seed), dist.get_world_size(), names)
+            case = random_case(int(argument), dist.get_world_size())
             for block in case.blocks:
                 run_case(case, block)
 

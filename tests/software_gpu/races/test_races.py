@@ -13,7 +13,7 @@ from tests.zero.random_plans import KINDS
     ("world_size", "cases", "least"),
     [
         pytest.param(1, "cases", 28, marks=pytest.mark.thorough),
-        pytest.param(2, "cases", 32, marks=pytest.mark.thorough),
+        pytest.param(2, "cases", 28, marks=pytest.mark.thorough),
         (2, "quick", 20),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,22 +19,16 @@ import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
-from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.uninterrupted import Uninterrupted
-from deep_opt_states.zero.internals.coordinator import Coordinator
-from deep_opt_states.zero.step.gathers import Gathers
 from perf_model.schedule.schedule import Schedule
 from tests.kernels.intercepted import before_each_update
-from tests.launch import run_ranks
 from tests.ranks import on_ranks, ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import TWO_DECAYS
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import assert_same_bits, closing_engine, run_variant
-
-SEEDS = [1, 2, 3]
+from tests.zero.races.delayed_ranks import train_with_delays
 
 BLOCK = {"placement": "cpu", "unit_size": 600}
 """All units on the CPU: where the accelerator is the CPU, streamed units are updated when ``step()`` returns."""
@@ -112,23 +106,6 @@ def recorded_waits(engine: Any) -> Iterator[Waits]:
         handle.remove()
 
 
-def waits_of_forward(block: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return the units that a forward waits for, up to each layer, and those that the layers need."""
-    with closing_engine(CASE, block) as engine:
-        forward(engine, backward=True)
-        for _ in range(STEPS):
-            engine.step()
-            forward(engine, backward=True)
-        with recorded_waits(engine) as waits:
-            engine.step()
-            forward(engine, backward=False)
-        return {
-            "units": len(engine.optimizer.plan.workload.units),
-            "waited": [sorted(waits.published[:count]) for count in waits.before_layer],
-            "needed": units_of_layers(engine.optimizer),
-        }
-
-
 def forward(engine: Any, *, backward: bool) -> None:
     x, target = batch(CASE, dist.get_rank(), 1, torch.bfloat16)
     loss = engine(x, target, None, 1.0)
@@ -139,30 +116,17 @@ def forward(engine: Any, *, backward: bool) -> None:
 @pytest.mark.P2
 @ranks(1, thorough(2))
 def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -> None:
-    found = waits_of_forward(BLOCK)
-    needed = [sorted(units) for units in accumulate(map(set, found["needed"]), set.union)]
-    assert found["waited"] == needed
-    assert len(needed[0]) < found["units"]
-
-
-@pytest.mark.parametrize("ended_in_step", [{"overlap_forward": False}, {"placement": "streamed"}])
-@ranks(1)
-def test_the_hooks_of_modules_do_nothing_once_the_update_has_ended(ended_in_step: dict[str, Any]) -> None:
-    in_hooks = [(Gathers, "_units_of"), (Executor, "publish"), (Coordinator, "prefetching_until")]
-    with closing_engine(CASE, {**BLOCK, **ended_in_step}) as engine, ExitStack() as patches:
-        for _ in range(STEPS):
-            forward(engine, backward=True)
-            engine.step()
-        *calls, sections = (
-            patches.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
-            for owner, name in (*in_hooks, (Uninterrupted, "run"))
-        )
-        forward(engine, backward=False)
-        assert sections.call_count == 0
-        # Before backward, the plan may change. In it, the next update is prefetched, but not per module.
+    with closing_engine(CASE, BLOCK) as engine:
         forward(engine, backward=True)
-        assert sections.call_count <= 3
-        assert [call.call_count for call in calls] == [0, 0, 0]
+        for _ in range(STEPS):
+            engine.step()
+            forward(engine, backward=True)
+        with recorded_waits(engine) as waits:
+            engine.step()
+            forward(engine, backward=False)
+        needed = [sorted(units) for units in accumulate(map(set, units_of_layers(engine.optimizer)), set.union)]
+        assert [sorted(waits.published[:count]) for count in waits.before_layer] == needed
+        assert len(needed[0]) < len(engine.optimizer.plan.workload.units)
 
 
 def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> None:
@@ -202,22 +166,7 @@ def published_orders() -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [thorough(1), 2, thorough(3), thorough(4)])
 @pytest.mark.P1
-def test_delays_change_neither_the_bits_nor_the_order_of_collectives(world_size: int) -> None:
-    ranks = run_ranks(world_size, ["-m", "tests.zero.races.delayed_ranks", *map(str, SEEDS)], timeout_s=120)
-    for finished in ranks:
-        assert finished.returncode == 0, finished.output[-4000:]
-        answers = finished.answers()
-        assert [answer["seed"] for answer in answers] == SEEDS
-        for answer in answers:
-            assert answer["differences"] == []
-            # With the last seed, a rank sometimes waits for its update right after the step.
-            least = 2 if answer["seed"] == SEEDS[-1] else 4
-            assert answer["deferred"] >= least, "no update was deferred"
-            assert answer["same"], "the ranks called different collectives"
-            assert answer["same for every seed"], "the collectives depend on timing"
-            assert answer["collectives"] > 100 or world_size == 1
-            # Forward prefetches across units, and stops at parameters for which the host might have to wait.
-            assert answer["ahead"] >= 10
-            assert answer["stopped"] >= 10
+@ranks(2, thorough(1), thorough(4), timeout_s=120)
+def test_delays_change_neither_the_bits_nor_the_order_of_collectives() -> None:
+    train_with_delays([1, 2])
