@@ -180,56 +180,47 @@ RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (
 """Gradients that are sent together: their offset in host memory, and the lengths of adjacent gradients."""
 
 
-def sent_down(device: FakeDevice) -> tuple[torch.Tensor, torch.Tensor, Staging]:
-    """Return host memory after all gradients of ``RUNS`` were copied, its expected contents, and the staging.
+def gradients(timing: Timing) -> bool:
+    """Copy all gradients of ``RUNS`` to host memory, and other ones from there to the accelerator.
 
     Each gradient's own memory is overwritten as soon as it is sent, as DeepSpeed does with its bucket.
     """
+    device = FakeDevice(timing)
     staging = Staging(device, BUFFER_NUMEL, torch.float32)
-    host = device.empty_host(NUMEL, torch.float32).fill_(-1)
-    values = torch.arange(NUMEL, dtype=torch.float32) / 3
-    expected = torch.full((NUMEL,), -1.0)
-    bucket = device.empty(NUMEL, torch.float32)
-    reduction = device.stream()
-    other = device.empty_host(NUMEL, torch.float32).fill_(-2)
-    for begin, numels in RUNS:
-        offset = begin
+    host, other = (device.empty_host(NUMEL, torch.float32).fill_(value) for value in (-1, -2))
+    values, expected = torch.arange(NUMEL, dtype=torch.float32) / 3, torch.full((NUMEL,), -1.0)
+    bucket, reduction = device.empty(NUMEL, torch.float32), device.stream()
+    for offset, numels in RUNS:
         for numel in numels:
-            reduced = device.empty_host(numel, torch.float32).copy_(values[offset : offset + numel])
-            expected[offset : offset + numel] = values[offset : offset + numel]
+            end = offset + numel
+            reduced = device.empty_host(numel, torch.float32).copy_(values[offset:end])
+            expected[offset:end] = values[offset:end]
             with reduction.issue():
                 device.copy(bucket[:numel], reduced)
                 staging.send(host, offset, bucket[:numel])
                 device.copy(bucket, other)
-            offset += numel
+            offset = end
         with reduction.issue():
             staging.flush()
     staging.synchronize()
-    return host, expected, staging
-
-
-def gradients(timing: Timing) -> bool:
-    """Copy gradients to host memory, and from there to the accelerator."""
-    device = FakeDevice(timing)
-    host, expected, staging = sent_down(device)
     assert staging.traffic.d2h_bytes == 4 * sum(sum(numels) for _, numels in RUNS)
     # Adjacent gradients are copied together, and gradients longer than a buffer are copied in pieces.
     pieces = sum(-(-sum(numels) // BUFFER_NUMEL) for _, numels in RUNS)
     assert len(RUNS) < staging.traffic.d2h_copies <= pieces
     found = host.clone()
-    values = device.empty_host(40, torch.float32).copy_(torch.arange(40))
+    sent = device.empty_host(40, torch.float32).copy_(torch.arange(40))
     gradient, read_again = (device.empty(40, torch.float32) for _ in range(2))
-    device.copy(gradient, values)
-    other = device.empty_host(40, torch.float32)
-    staging.send(other, 0, gradient)
+    device.copy(gradient, sent)
+    arrived = device.empty_host(40, torch.float32)
+    staging.send(arrived, 0, gradient)
     staging.flush()
     staging.wait_for_copies()
-    device.copy(read_again, other)
+    device.copy(read_again, arrived)
     staging.close()
     done = device.event()
     device.current_stream().record(done)
     done.synchronize()
-    return same([found, other, read_again], [expected, values, values])
+    return same([found, arrived, read_again], [expected, sent, sent])
 
 
 def scenarios() -> Iterator[list[Scenario]]:

@@ -43,19 +43,13 @@ def test_a_thousand_squares_are_added_up_in_order() -> None:
     assert values[:1000].sum().item() != expected[0], "another order gives other bits"
 
 
-class ReducedLate:
-    """A reduction that delivers the overflow of another rank only when it is waited for."""
-
-    def __init__(self, flag: torch.Tensor) -> None:
-        self._flag = flag
-
-    def wait(self) -> None:
-        self._flag.fill_(1)
-
-
 def test_the_flag_is_not_read_before_its_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with experts on several ranks: the norms, whose computation would wait for all, are stock's then."""
-    monkeypatch.setattr(ours.dist, "all_reduce", lambda tensor, **_: ReducedLate(tensor))
+
+    def reduce_late(flag: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(wait=lambda: flag.fill_(1))
+
+    monkeypatch.setattr(ours.dist, "all_reduce", reduce_late)
     optimizer = SimpleNamespace(
         model_parallel_group=None,
         _autoep_expert_parallel_group=lambda params: "experts",
@@ -104,18 +98,19 @@ def step_after_zero_grad(block: dict[str, Any], accumulation: int, abandons: boo
     The abandoned backward belongs to an incomplete window and uses the second layer. The backwards of the step do not.
     """
     engine = engine_of(LayersInTurn(), block, accumulation)
+    second = engine.module.second.weight
     for position in range(accumulation):
         engine.backward(engine(rows(1 + position), True))
         engine.step()
     if abandons:
         engine.backward(engine(rows(10), True))
         engine.optimizer.zero_grad()
-    before = safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone()
+    before = safe_get_full_optimizer_state(second, "exp_avg").clone()
     for position in range(accumulation):
         engine.backward(engine(rows(20 + position), False))
         engine.step()
-    after = safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg")
-    assert torch.equal(after, before * torch.tensor(0.9)), "the second layer is updated with zero"
+    expected = before * torch.tensor(0.9)
+    assert torch.equal(safe_get_full_optimizer_state(second, "exp_avg"), expected), "it is updated with zero"
     found = [float(engine.get_global_grad_norm()), masters(engine)]
     engine.destroy()
     return found

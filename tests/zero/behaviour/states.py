@@ -70,6 +70,7 @@ def fragments(variant: BehaviourVariant) -> Seen:
                     for grad in grads.values():
                         yield "partition on", str(grad.device)
                         grad.mul_(0.5)
+            yield from gradients(engine)
             engine.step()
             for param in all_params:
                 value = torch.linspace(0.0, 0.1, param.ds_numel).view(param.ds_shape)
@@ -357,19 +358,3 @@ def an_engine_without_an_optimizer(variant: BehaviourVariant) -> Seen:
         evaluating, *_ = deepspeed.initialize(model=first.module, config=variant.config(optimizer=None))
         with torch.no_grad():
             yield "evaluated", evaluating(inputs(9)).clone()
-
-
-SCENARIOS = (
-    fragments,
-    moments_in_the_dtype_of_the_masters,
-    states_that_move,
-    partitions_that_the_caller_replaces,
-    parameters_in_place,
-    reads_during_an_update,
-    generation,
-    assigned_states,
-    states_assigned_before_a_skipped_step,
-    saved_states_that_were_assigned,
-    second_engines,
-    an_engine_without_an_optimizer,
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from tests.zero.behaviour.behaviour_variant import (
     BLOCK,
     BehaviourNet,
     BehaviourVariant,
+    Scenario,
     final_states,
     inputs,
     loss_of,
@@ -43,7 +45,13 @@ from tests.zero.parity.training import (
     wait_for_speculations,
 )
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (*trainings.SCENARIOS, *states.SCENARIOS)}
+SCENARIOS: dict[str, Scenario] = {
+    name: function
+    for module in (trainings, states)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if function.__module__ == module.__name__ and [*inspect.signature(function).parameters] == ["variant"]
+}
+"""The functions of both modules whose only parameter is the variant."""
 OF_STATES = (
     "fragments",
     "states_that_move",

@@ -289,19 +289,3 @@ def experts(variant: BehaviourVariant) -> Seen:
         placements = placements_by_name(engine.optimizer)
         for part, expected in ((".experts.", "streamed"), (".self_attn.", "cpu")):
             assert {found.value for name, found in placements.items() if part in name} == {expected}, placements
-
-
-SCENARIOS = (
-    gradients_that_the_caller_changes,
-    loss_scales,
-    learning_rates,
-    optimizers_and_schedulers,
-    backward_of_tensors,
-    backwards_without_a_step,
-    windows_of_the_caller,
-    one_loss_of_several_engines,
-    leaf_modules,
-    activation_checkpointing_of_deepspeed,
-    reductions,
-    experts,
-)

@@ -90,17 +90,6 @@ CASES = (
         shares_host_memory=True,
     ),
     Case(
-        name="2 ranks, bf16 states, Adam, accumulation 2, reload in process",
-        states="bf16",
-        blocks=(STRIDE_2, CPU, eager(CPU)),
-        world_size=2,
-        adamw=False,
-        accumulation=2,
-        clip=0.5,
-        groups=TWO_DECAYS,
-        reload=(3, 5),
-    ),
-    Case(
         name="bf16 states, offloaded parameters, resume",
         states="bf16",
         blocks=(OFFLOADED_MIX, eager(OFFLOADED_MIX)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.issuer import Issuer
 from perf_model.schedule.schedule import Schedule
 from tests.kernels.intercepted import before_each_update
-from tests.ranks import on_ranks, ranks
+from tests.ranks import ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import TWO_DECAYS
@@ -48,14 +47,6 @@ STUCK_S = 60
 """The seconds after which an update fails that is held back by a forward that waits for it."""
 
 
-@dataclass
-class Waits:
-    """The units that are published, in order, and how many of them before each layer computes."""
-
-    published: list[int] = field(default_factory=list)
-    before_layer: list[int] = field(default_factory=list)
-
-
 def units_of_layers(optimizer: Any) -> list[list[int]]:
     """Return the units that hold the parameters of each layer."""
     units = optimizer.plan.workload.units
@@ -73,17 +64,16 @@ def units_of_layers(optimizer: Any) -> list[list[int]]:
 
 
 @contextmanager
-def recorded_waits(engine: Any) -> Iterator[Waits]:
-    """Record which units are waited for inside this context, and hold the CPU updates back."""
+def recorded_waits(engine: Any) -> Iterator[list[list[int]]]:
+    """Hold the CPU updates back, and record which units have been waited for when each layer computes."""
     optimizer, layers = engine.optimizer, engine.module.layers
     executor, units = optimizer._running.executor, optimizer._running.memory.units
     needed = units_of_layers(optimizer)
     computed = [threading.Event() for _ in layers]
-    waits, publish = Waits(), executor.publish
+    published, before_layers, publish = set[int](), list[list[int]](), executor.publish
 
     def recorded_publish(unit: int) -> None:
-        if unit not in waits.published:
-            waits.published.append(unit)
+        published.add(unit)
         publish(unit)
 
     def hold_back(update: RangeUpdate) -> None:
@@ -98,10 +88,10 @@ def recorded_waits(engine: Any) -> Iterator[Waits]:
 
     handles = []
     for layer, done in zip(layers, computed, strict=True):
-        handles.append(layer.register_forward_pre_hook(lambda *_: waits.before_layer.append(len(waits.published))))
+        handles.append(layer.register_forward_pre_hook(lambda *_: before_layers.append(sorted(published))))
         handles.append(layer.register_forward_hook(lambda *_, done=done: done.set()))
     with mock.patch.object(executor, "publish", recorded_publish), before_each_update(hold_back):
-        yield waits
+        yield before_layers
     for handle in handles:
         handle.remove()
 
@@ -125,29 +115,17 @@ def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -
             engine.step()
             forward(engine, backward=False)
         needed = [sorted(units) for units in accumulate(map(set, units_of_layers(engine.optimizer)), set.union)]
-        assert [sorted(waits.published[:count]) for count in waits.before_layer] == needed
+        assert waits == needed
         assert len(needed[0]) < len(engine.optimizer.plan.workload.units)
 
 
+@ranks(2)
 def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> None:
-    orders = on_ranks(2, published_orders)
-    for overlapped, at_once in orders:
-        by_index, as_used = overlapped
-        assert sorted(as_used) == sorted(by_index)
-        # The second param group's first layers come before the first group's last ones.
-        assert as_used != by_index
-        # Without overlap no forward waits for the update, so the order is not changed, and no unit is persistent.
-        assert by_index[0] == 0
-        assert at_once == [[unit - 1 for unit in by_index[1:]]]
-        assert overlapped == orders[0][0], "the orders of the ranks differ"
-
-
-def published_orders() -> list[list[list[int]]]:
-    """Return the orders of units in all schedules that the executor used, with overlap in forward and without.
+    """Check the orders of units in all schedules that the executor used, with overlap in forward and without.
 
     The units of the param groups are not in the order of forward.
     """
-    found = []
+    orders = []
     set_schedule = Issuer.set_schedule
     for overlap in (True, False):
         block = {"placement": "stride", "update_stride": 2, "num_slots": 1, "overlap_forward": overlap}
@@ -162,8 +140,17 @@ def published_orders() -> list[list[list[int]]]:
         stock = run_variant(case, None)
         with mock.patch.object(Issuer, "set_schedule", recorded):
             assert_same_bits(stock, run_variant(case, block))
-        found.append(published)
-    return found
+        orders.append(published)
+    (by_index, as_used), at_once = orders
+    assert sorted(as_used) == sorted(by_index)
+    # The second param group's first layers come before the first group's last ones.
+    assert as_used != by_index
+    # Without overlap no forward waits for the update, so the order is not changed, and no unit is persistent.
+    assert by_index[0] == 0
+    assert at_once == [[unit - 1 for unit in by_index[1:]]]
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, orders)
+    assert of_ranks[0] == of_ranks[1]
 
 
 @pytest.mark.P1
