@@ -1,7 +1,7 @@
 """Search for races with new random seeds until the time is over: ``make stress MINUTES=10``.
 
-A round is a function of its seed. The first failure ends the search. It is printed with the seed that repeats it, and
-with the schedule, shrunk to the part that is needed to fail. With ``--only``, the rounds consist of one kind of search.
+A round is a function of its seed. The first failure ends the search. It is printed with the seed that repeats it; a
+schedule is shrunk to the part that is needed to fail. With ``--only``, the rounds consist of one kind of search.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
+
 from tests.launch import REPOSITORY, environment, run_ranks
-from tests.zero.parity.random_case import SIMPLER
+from tests.ranks import on_ranks
+from tests.zero.behaviour.random_calls import compare_calls
+from tests.zero.on_accelerator import software_gpu
+from tests.zero.races.delayed_ranks import train_with_delays
 
 SCHEDULE_TESTS = [REPOSITORY / "tests" / name for name in ("model/test_schedule.py", "runtime/test_races.py")]
 CASES_PER_ROUND = 8
@@ -36,30 +42,15 @@ def schedules(seed: int) -> str | None:
 
 
 def engine(seed: int) -> str | None:
-    """Run random cases under the race check of the GPU in software. Return the failure, shrunk, or None."""
-    world_size = 1 + seed % 3
+    """Run random cases under the race check of the GPU in software. Return the failures, or None."""
     cases = [str(seed * CASES_PER_ROUND + number) for number in range(CASES_PER_ROUND)]
-    problem = run_under_race_check(world_size, cases)
-    if problem is not None:
-        for case in cases:
-            alone = run_under_race_check(world_size, [case])
-            if alone is not None:
-                return shrink(world_size, case, alone)
-    return problem
-
-
-def shrink(world_size: int, case: str, problem: str) -> str:
-    """Apply each simplification that keeps the case failing. Return the last failure, and the command to repeat it."""
-    for name in SIMPLER:
-        found = run_under_race_check(world_size, [f"{case},{name}"])
-        if found is not None:
-            case, problem = f"{case},{name}", found
-    return f"{problem}\n{world_size} ranks: python -m tests.software_gpu.races.race_ranks {case}"
-
-
-def run_under_race_check(world_size: int, cases: list[str]) -> str | None:
-    """Run the cases on the GPU in software under its race check, and return the failures, or None."""
-    return problem_of(world_size, ["tests.software_gpu.races.race_ranks", *cases], len(cases), races_of)
+    finished = run_ranks(1 + seed % 3, ["-m", "tests.software_gpu.races.race_ranks", *cases], TIMEOUT_S)
+    answers = finished[0].answers()
+    bad = [found for found in map(races_of, answers) if found]
+    if len(answers) != len(cases) or any(rank.returncode != 0 for rank in finished):
+        bad.append(f"{len(answers)} answers of {len(cases)}")
+        bad += [f"rank {number}, {rank.returncode}:\n{rank.output[-5000:]}" for number, rank in enumerate(finished)]
+    return "\n".join(bad) or None
 
 
 def races_of(answer: dict[str, Any]) -> str:
@@ -71,43 +62,27 @@ def races_of(answer: dict[str, Any]) -> str:
 
 def delays(seed: int) -> str | None:
     """Train with ranks and workers that sleep at random. Return the failure, or None."""
-    program = ["tests.zero.races.delayed_ranks", str(seed)]
-    return problem_of(2 + seed % 3, program, 1, _different_logs)
-
-
-def _different_logs(found: dict[str, Any]) -> str:
-    return str(found) if found["differences"] or not found["same"] else ""
+    return failure_of(2 + seed % 3, train_with_delays, [seed])
 
 
 def sequences(seed: int) -> str | None:
-    """Compare random sequences of calls between updates with stock. Return the failure, or None."""
-    return _sequence(1 + seed % 2, seed)
+    """Compare calls in random order between updates with stock. Return the failure, or None."""
+    return failure_of(1 + seed % 2, compare_calls, [seed])
 
 
 def sequences_on_software_gpu(seed: int) -> str | None:
     """Compare the same on the GPU in software, whose streams are as late as possible, or late at random."""
-    return _sequence(1 + seed // 2 % 2, seed, "--on", "software_gpu", "--adversary", ("lazy", "jitter")[seed % 2])
+    group = partial(software_gpu, ("lazy", "jitter")[seed % 2])
+    return failure_of(1 + seed // 2 % 2, compare_calls, [seed], group=group)
 
 
-def sequences_on_lazy_gpu(seed: int) -> str | None:
-    """Compare the same on the GPU in software, whose streams are as late as possible."""
-    return _sequence(1 + seed % 2, seed, "--on", "software_gpu", "--adversary", "lazy")
-
-
-def _sequence(world_size: int, seed: int, *options: str) -> str | None:
-    program = ["tests.zero.behaviour.sequence_ranks", *options, str(seed)]
-    return problem_of(world_size, program, 1, lambda found: str(found) if found["differences"] else "")
-
-
-def problem_of(world_size: int, program: list[str], expected: int, judge: Callable[[Any], str]) -> str | None:
-    """Run a program, and return the answers that ``judge`` finds bad, crashes and missing answers, or None."""
-    ranks = run_ranks(world_size, ["-m", *program], timeout_s=TIMEOUT_S)
-    answers = ranks[0].answers()
-    bad = [found for answer in answers if (found := judge(answer))]
-    if len(answers) != expected or any(rank.returncode != 0 for rank in ranks):
-        bad.append(f"{len(answers)} answers of {expected}")
-        bad += [f"rank {number}, {rank.returncode}:\n{rank.output[-5000:]}" for number, rank in enumerate(ranks)]
-    return "\n".join(bad) or None
+def failure_of(world_size: int, function: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
+    """Call the function on each rank, and return the failure, or None."""
+    try:
+        on_ranks(world_size, function, *arguments, timeout_s=TIMEOUT_S, **options)
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return None
 
 
 SEARCHES = (schedules, engine, delays, sequences, sequences_on_software_gpu)
@@ -116,11 +91,11 @@ SEARCHES = (schedules, engine, delays, sequences, sequences_on_software_gpu)
 
 def main(arguments: list[str] | None = None) -> int:
     """Search with successive seeds until the time is over. Return the exit code: 1 after a failure."""
-    choices = {search.__name__: search for search in (*SEARCHES, sequences_on_lazy_gpu)}
+    choices = {search.__name__: search for search in SEARCHES}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="start no new round after this many minutes")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: random)")
-    parser.add_argument("--only", choices=choices, help="the search of each round (default: all but the lazy GPU's)")
+    parser.add_argument("--only", choices=choices, help="the search of each round (default: all)")
     options = parser.parse_args(arguments)
     first = seed = random.randrange(10**6) if options.seed is None else options.seed
     end_s = time.monotonic() + 60 * options.minutes

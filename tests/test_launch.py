@@ -21,7 +21,6 @@ from tests import stress
 from tests.fork_server import import_all
 from tests.launch import answer, is_running, run_ranks
 from tests.ranks import on_ranks, once
-from tests.zero.parity.random_case import SIMPLER
 
 
 def describe() -> dict[str, Any]:
@@ -116,20 +115,6 @@ def test_a_failure_is_printed_with_its_seed_and_the_shrunk_schedule(
     shrunk = printed[printed.index("schedule slots") :].splitlines()[1:4]
     actions = [line.split("E ")[-1].strip().split(" slot")[0] for line in shrunk]
     assert actions == ["PREFETCH 0", "GPU_STEP 0", "FLUSH_STATES 0"]
-
-
-def test_a_failing_case_of_the_engine_is_shrunk_to_the_settings_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that case 139, which fails with accumulation and two groups only, keeps these and loses everything else."""
-    needed = {"no_accumulation", "one_group"}
-
-    def run_under_race_check(world_size: int, cases: list[str]) -> str | None:
-        bad = [case for case in cases if case.startswith("139") and not needed & set(case.split(","))]
-        return f"{world_size} ranks, {bad}" if bad else None
-
-    monkeypatch.setattr(stress, "run_under_race_check", run_under_race_check)
-    smallest = ",".join(["139", *(name for name in SIMPLER if name not in needed)])
-    found = stress.engine(17)
-    assert found == f"3 ranks, ['{smallest}']\n3 ranks: python -m tests.software_gpu.races.race_ranks {smallest}"
 
 
 @pytest.mark.P6

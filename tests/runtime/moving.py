@@ -19,7 +19,6 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.state_memory import StateMemory
-from deep_opt_states.runtime.worker import CpuLane
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -56,15 +55,9 @@ class Model:
     """Whether the kernel is the real one, whose bits depend on the place in the sub-group, and not ``PlainAdam``."""
 
     def kernel(self) -> AdamKernel:
-        """Return a new kernel that updates in host memory."""
         return fused() if self.has_vectors else PlainAdam()
 
-    def device_kernel(self) -> AdamKernel:
-        """Return a new kernel that updates on the accelerator."""
-        return self.kernel()
-
     def gradients(self, number: int) -> list[torch.Tensor]:
-        """Return the gradients of iteration ``number``."""
         return [gradient.to(self.grad_dtype) for gradient in gradients(self.numels, number)]
 
 
@@ -105,12 +98,11 @@ class MovingTraining:
             for name in STATES:
                 getattr(tensors, name).copy_(getattr(state.parts[0], name))
         self.memory.set_plan(plan)
-        self._kernels = [model.kernel(), model.device_kernel()]
-        host_adam, device_adam = self._kernels
-        worker: CpuLane | None = None
+        self.host_adam, self._device_adam = model.kernel(), model.kernel()
+        device_adam, worker = self._device_adam, None
         if isinstance(device, FakeDevice):
             device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
-        self.executor = Executor(plan.schedule, self.memory.units, device, host_adam, device_adam, worker)
+        self.executor = Executor(plan.schedule, self.memory.units, device, self.host_adam, device_adam, worker)
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
         """Return all parameters and gradients that were read, in order, and all states at the end."""
@@ -128,8 +120,8 @@ class MovingTraining:
         self._wait_for_caller()
         found = [getattr(tensors, name).clone() for tensors in self.memory.sub_groups for name in STATES]
         self.executor.close()
-        for kernel in self._kernels:
-            kernel.close()
+        self.host_adam.close()
+        self._device_adam.close()
         return [*found, *(param.clone() for param in self.params)]
 
     def run(self, number: int, iteration: MovingIteration) -> Iterator[torch.Tensor]:
@@ -165,9 +157,8 @@ class MovingTraining:
         """Start the steps of some eager units. Those of other hyperparameters, or that are given back, are in vain."""
         ready = self.device.event()
         self.device.current_stream().record(ready)
-        for grad_scale in (
-            chance.choice([(), (0.5,), (0.5,), (0.25,), (0.25, 0.5), (0.5, 0.25)]) if self.plan.eager else ()
-        ):
+        scales = chance.choice([(), (0.5,), (0.5,), (0.25,), (0.25, 0.5), (0.5, 0.25)]) if self.plan.eager else ()
+        for grad_scale in scales:
             units = [unit for unit in sorted(self.plan.eager) if chance.random() < 0.7]
             self.executor.speculate(units, [adam_step(step, grad_scale)] * len(self.params), ready)
             if chance.random() < 0.2:

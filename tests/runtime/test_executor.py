@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Worker
@@ -34,7 +32,16 @@ from perf_model.schedule.workload import Workload
 from tests.kernels.adam_steps import BETAS, fused
 from tests.model.strategies import parse_schedule
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, run_update, update_serially
+from tests.runtime.random_states import (
+    NAMES,
+    assert_equal,
+    fill_gradients,
+    make_states,
+    place,
+    run_update,
+    tensors_of,
+    update_serially,
+)
 
 CPU, STREAMED = Placement.CPU, Placement.STREAMED
 NUMELS = (40, 1, 33, 128, 7)
@@ -57,57 +64,45 @@ def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = N
 # Threads
 
 
-class WatchedPlainAdam(PlainAdam):
-    """A kernel that records which thread zeroed states, and which thread updated each sub-group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.zeroed_by: list[int] = []
-        self.updated_by: dict[int, int] = {}
-
-    def zero(self, tensors: AdamTensors) -> None:
-        self.zeroed_by.append(threading.get_ident())
-        super().zero(tensors)
-
-    def update(self, sub_group: int, *args: Any) -> None:
-        self.updated_by[sub_group] = threading.get_ident()
-        super().update(sub_group, *args)
-
-
 def test_states_are_touched_by_the_thread_that_updates_them_and_each_thread_enters_the_device() -> None:
-    device, adam = HostDevice(), WatchedPlainAdam()
-    states, untouched = make_states(NUMELS, torch.bfloat16), make_states(NUMELS, torch.bfloat16)
-    for those in (states, untouched):
-        fill_gradients(those, 1)
-    entered: list[int] = []
+    device, zeroed_by, updated_by, entered = HostDevice(), list[int](), dict[int, int](), list[int]()
+
+    class WatchedPlainAdam(PlainAdam):
+        def zero(self, tensors: AdamTensors) -> None:
+            zeroed_by.append(threading.get_ident())
+            super().zero(tensors)
+
+        def update(self, sub_group: int, *args: Any) -> None:
+            updated_by[sub_group] = threading.get_ident()
+            super().update(sub_group, *args)
+
+    adam, states = WatchedPlainAdam(), make_states(NUMELS, torch.bfloat16)
+    fill_gradients(states, 1)
+    before = [tensor.clone() for tensor in tensors_of(states)]
     device.enter_thread = lambda: entered.append(threading.get_ident())  # type: ignore[method-assign]
     with executor_of(MIXED, states, device, adam) as executor:
         executor.touch([states[index].parts[0].cpu_update().tensors for index in (0, 3)])
-        for index, (state, original) in enumerate(zip(states, untouched, strict=True)):
-            for name in ("master", "exp_avg", "exp_avg_sq", "grad", "param"):
-                before = getattr(original.parts[0], name)
-                expected = torch.zeros_like(before) if index in (0, 3) and name != "param" else before
-                assert torch.equal(getattr(state.parts[0], name), expected), (name, index)
+        for number, (tensor, original) in enumerate(zip(tensors_of(states), before, strict=True)):
+            index, name = number // len(NAMES), NAMES[number % len(NAMES)]
+            is_zero = index in (0, 3) and name != "param"
+            assert torch.equal(tensor, torch.zeros_like(tensor) if is_zero else original), (name, index)
         run_update(executor, [adam_step(1)] * 5)
     assert adam.begun == [(adam_step(1),) * 5], "each step is announced once"
-    assert adam.zeroed_by == [adam.updated_by[0], adam.updated_by[3]]
-    assert adam.updated_by[0] in entered
+    assert zeroed_by == [updated_by[0], updated_by[3]]
+    assert updated_by[0] in entered
     assert len(set(entered) - {threading.get_ident()}) == 2, "the worker, and the thread of the sections"
 
 
-class MeetingAdam(StockAdam):
-    """A kernel in which both threads have scaled their gradients before either begins to update."""
-
+def test_stocks_op_updates_on_two_threads_at_once() -> None:
+    """Check the fallback with a mixed placement: both threads have scaled their gradients before either updates."""
     both = threading.Barrier(2, timeout=60)
 
-    def scaled_gradient(self, *args: Any) -> torch.Tensor:
-        scaled = super().scaled_gradient(*args)
-        self.both.wait()
-        return scaled
+    class MeetingAdam(StockAdam):
+        def scaled_gradient(self, *args: Any) -> torch.Tensor:
+            scaled = super().scaled_gradient(*args)
+            both.wait()
+            return scaled
 
-
-def test_stocks_op_updates_on_two_threads_at_once() -> None:
-    """Check the case of the fallback with a mixed placement on the CPU accelerator."""
     plan = UpdatePlan(workload=Workload.from_numels([128, 128]), placements=(CPU, STREAMED), num_slots=1)
     states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
     together, alone = MeetingAdam(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
@@ -250,48 +245,3 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused_before_an
         Executor(schedule, states, device, PlainAdam(), PlainAdam())
     assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
     assert device.reserved == []
-
-
-# Failures
-
-
-class FailingAdam(PlainAdam):
-    """A kernel that raises when it updates the sub-group ``victim``."""
-
-    def __init__(self, victim: int) -> None:
-        super().__init__()
-        self.victim: int | None = victim
-        self.updated: list[int] = []
-
-    def update(self, sub_group: int, *args: Any) -> None:
-        if sub_group == self.victim:
-            raise ZeroDivisionError(f"sub-group {sub_group}")
-        self.updated.append(sub_group)
-        super().update(sub_group, *args)
-
-
-@pytest.mark.P6
-@pytest.mark.parametrize("victim", [0, 1, 3, 4])
-def test_a_failure_on_any_lane_stops_the_update_and_is_remembered(victim: int) -> None:
-    states = make_states(NUMELS, torch.bfloat16)
-    adam = FailingAdam(victim)
-    with executor_of(MIXED, states, adam=adam) as executor:
-        fill_gradients(states, 1)
-        executor.begin([adam_step(1)] * 5)
-        executor.publish(0)
-        assert victim != 0 or isinstance(executor.failure, ZeroDivisionError), "known where parameters are needed"
-        executor.end()
-        with pytest.raises(UpdateFailed, match=f"ZeroDivisionError: sub-group {victim}") as caught:
-            run_update(executor, [adam_step(1)] * 5)
-        cause = caught.value.__cause__
-        assert isinstance(cause, ZeroDivisionError)
-        assert victim != 0 or 3 not in adam.updated, "the worker started another action"
-        assert "update" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
-        updated = list(adam.updated)
-        with pytest.raises(UpdateFailed):
-            run_update(executor, [adam_step(2)] * 5)
-        assert adam.updated == updated, "inconsistent states were updated"
-        adam.victim = None
-        executor.clear_failure()
-        run_update(executor, [adam_step(2)] * 5)
-        assert sorted(adam.updated[len(updated) :]) == [0, 1, 2, 3, 4]

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -22,13 +23,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.forked_child import alarm_after
 from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import (
-    assert_equal,
-    fill_gradients,
-    make_states,
-    place,
-    update_serially,
-)
+from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
 
 NUMELS = (9, 7, 8, 6, 5)
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
@@ -42,10 +37,7 @@ class Interrupt(Exception):
 
 
 class EachInstruction:
-    """A trace function that raises ``Interrupt`` before instruction number ``position`` of two files, on one thread.
-
-    A signal handler runs before some of them.
-    """
+    """A trace function that raises ``Interrupt`` before instruction number ``position`` of two files, on one thread."""
 
     def __init__(self, position: int) -> None:
         self._left = position
@@ -68,12 +60,11 @@ def interrupted_at(position: int, call: Callable[[], object]) -> bool:
     """Call ``call``, interrupted before instruction ``position``. Return whether it has so many instructions."""
     trace, previous = EachInstruction(position), sys.gettrace()
     sys.settrace(trace)
-    try:
-        call()
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(previous)
+    with suppress(Interrupt):
+        try:
+            call()
+        finally:
+            sys.settrace(previous)
     return trace.raised
 
 

@@ -1,9 +1,8 @@
-"""Run a program of the tests on the accelerator that its arguments name: the CPU accelerator, or a GPU in software."""
+"""Run ranks on an accelerator: the CPU accelerator, or a GPU in software."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -12,25 +11,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests.zero.process_group import process_group
-
-
-@contextmanager
-def process_group_on_accelerator(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Run the block in a process group of all ranks, and end the process when the block has succeeded.
-
-    With ``--on software_gpu --adversary lazy`` among the arguments, the block trains on the GPU in software with that
-    adversary, otherwise on the CPU accelerator. The other arguments are yielded.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--on", choices=("cpu", "software_gpu"), default="cpu")
-    parser.add_argument("--adversary", default="plain")
-    options, others = parser.parse_known_args(arguments)
-    if options.on == "cpu":
-        with process_group():
-            yield others
-        return
-    with software_gpu(options.adversary):
-        yield others
 
 
 @contextmanager

@@ -41,7 +41,6 @@ class MoveCounts:
     restorations: int = 0
 
     def add(self, before: UpdatePlan, plan: UpdatePlan) -> None:
-        """Count the moves from the plan ``before`` to ``plan``."""
         placed = _placements(before)
         for (first, *_), placement in _placements(plan).items():
             (old,) = (
@@ -54,7 +53,6 @@ class MoveCounts:
         self.recut_plans += bool(_placements(plan).keys() - placed.keys())
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the counts as an answer of a rank."""
         return {**vars(self), "kinds": dict(self.kinds)}
 
 
@@ -66,11 +64,9 @@ def _placements(plan: UpdatePlan) -> dict[tuple[Range, ...], Placement]:
 NUM_UNITS = (80, 27, 12, 1)
 """The numbers of units of random plans, about: no unit crosses a border of parameters that share no sub-group."""
 
-EVICTED = 0.2
-"""The share of the steps after which the memory of the plan is given back, on all ranks."""
-
-EVICTED_IN_FORWARD = 0.1
-"""The share of the forwards before which it is given back as before a larger input, on one rank alone."""
+EVICTED, EVICTED_IN_FORWARD = 0.2, 0.1
+"""The share of the steps after which the memory of the plan is given back, on all ranks, and of the forwards before
+which it is given back as before a larger input, on one rank alone."""
 
 
 def random_moves(seed: int, moved: MoveCounts, change_after: float) -> AbstractContextManager[None]:
@@ -107,10 +103,7 @@ def random_moves(seed: int, moved: MoveCounts, change_after: float) -> AbstractC
 
 
 def moves_in_turn(*placed: tuple[Placement, int]) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that returns a context in which engines run another plan after each step, in turn.
-
-    ``placed`` has the placement and the size of all units of each plan.
-    """
+    """Return what makes a context in which engines run plans with these placements and sizes of units, in turn."""
 
     def seeded() -> AbstractContextManager[None]:
         turns = cycle(placed)
@@ -146,10 +139,7 @@ def random_plan(rng: random.Random, sub_groups: list[list[Partition]]) -> Update
 def _adapting(
     adapt: Callable[[RunningPlan], bool], before_forward: Callable[[Any], object] = lambda optimizer: None
 ) -> Iterator[None]:
-    """Call ``adapt`` where the engine would adapt its own plan. It returns whether the plan has changed.
-
-    ``before_forward`` is called with the optimizer where the engine would give the memory of its plan back.
-    """
+    """Call ``adapt``, which returns whether the plan has changed, and ``before_forward`` where the engine adapts."""
     forward = DeepSpeedEngine.forward
 
     def adapted(optimizer: DeepOptimizerStates_Stage3) -> None:

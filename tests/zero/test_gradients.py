@@ -9,7 +9,6 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,13 +20,14 @@ from deep_opt_states.zero.step.norms import Norms, sums_in_order
 from perf_model.prediction.memory import MemoryKind, TrainingSetup, reserved_by_the_runtime
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
-from tests.ranks import on_ranks, ranks
+from tests.ranks import ranks
 from tests.software_gpu.faults.faults import sums_on_the_host
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.tiers import thorough
+from tests.zero.behaviour.behaviour_variant import FP32, BehaviourVariant
 from tests.zero.parity.case import CPU, Case
-from tests.zero.parity.training import Block, Record, closing_engine, collect, shared_folder, train
+from tests.zero.parity.training import Block, closing_engine, recorded, shared_folder, train
 
 STREAMED, MIXED = {"placement": "streamed"}, {"placement": "stride", "update_stride": 2}
 WIDTH = 8
@@ -43,19 +43,13 @@ def test_a_thousand_squares_are_added_up_in_order() -> None:
     assert values[:1000].sum().item() != expected[0], "another order gives other bits"
 
 
-class ReducedLate:
-    """A reduction that delivers the overflow of another rank only when it is waited for."""
-
-    def __init__(self, flag: torch.Tensor) -> None:
-        self._flag = flag
-
-    def wait(self) -> None:
-        self._flag.fill_(1)
-
-
 def test_the_flag_is_not_read_before_its_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with experts on several ranks: the norms, whose computation would wait for all, are stock's then."""
-    monkeypatch.setattr(ours.dist, "all_reduce", lambda tensor, **_: ReducedLate(tensor))
+
+    def reduce_late(flag: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(wait=lambda: flag.fill_(1))
+
+    monkeypatch.setattr(ours.dist, "all_reduce", reduce_late)
     optimizer = SimpleNamespace(
         model_parallel_group=None,
         _autoep_expert_parallel_group=lambda params: "experts",
@@ -69,23 +63,9 @@ def test_the_flag_is_not_read_before_its_reduction_is_waited_for(monkeypatch: py
 
 
 def engine_of(model: torch.nn.Module, block: Block, accumulation: int = 1, **zero: Any) -> Any:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": WIDTH * WIDTH + WIDTH,
-            "stage3_param_persistence_threshold": 20,
-            **zero,
-        },
-        **({} if block is None else {"deep_optimizer_states": block}),
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
+    changes = {"gradient_clipping": 1.0, "gradient_accumulation_steps": accumulation, **FP32}
+    zero = {"sub_group_size": WIDTH * WIDTH + WIDTH, **zero}
+    return BehaviourVariant(block).engine(model, **changes, zero_optimization=zero)
 
 
 class LayersInTurn(torch.nn.Module):
@@ -118,18 +98,19 @@ def step_after_zero_grad(block: dict[str, Any], accumulation: int, abandons: boo
     The abandoned backward belongs to an incomplete window and uses the second layer. The backwards of the step do not.
     """
     engine = engine_of(LayersInTurn(), block, accumulation)
+    second = engine.module.second.weight
     for position in range(accumulation):
         engine.backward(engine(rows(1 + position), True))
         engine.step()
     if abandons:
         engine.backward(engine(rows(10), True))
         engine.optimizer.zero_grad()
-    before = safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone()
+    before = safe_get_full_optimizer_state(second, "exp_avg").clone()
     for position in range(accumulation):
         engine.backward(engine(rows(20 + position), False))
         engine.step()
-    after = safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg")
-    assert torch.equal(after, before * torch.tensor(0.9)), "the second layer is updated with zero"
+    expected = before * torch.tensor(0.9)
+    assert torch.equal(safe_get_full_optimizer_state(second, "exp_avg"), expected), "it is updated with zero"
     found = [float(engine.get_global_grad_norm()), masters(engine)]
     engine.destroy()
     return found
@@ -158,9 +139,8 @@ class RaisesInBackward(torch.autograd.Function):
 def step_after_failed_backward(block: Block, drop: Callable[[Any], object] | None) -> Any:
     """Return the masters after a step, before which a backward has failed unless ``drop`` is None; or the error's name.
 
-    DeepSpeed's bucket still contains gradients of the backward that raised.
+    DeepSpeed's bucket, in whose own memory gradients are reduced, still contains those of the backward that raised.
     """
-    # Gradients are reduced in the bucket's own memory, not in the memory of the parameters' gradients.
     engine = engine_of(LayersInTurn(), block, reduce_scatter=False)
     if drop is not None:
         hook = engine.module.first.register_forward_hook(lambda _, __, output: RaisesInBackward.apply(output))
@@ -195,18 +175,17 @@ LARGE, SMALL, ONE_ELEMENT = 100_000, 100, 1
 def gradients_of_shared_layer(block: Block, bucket: int, accumulation: int, *, recomputed: bool) -> Any:
     """Return the gradients of every step and the final states, by name."""
     engine = engine_of(LayersInTurn(), block, accumulation, reduce_bucket_size=bucket)
-    record = Record()
+    found: dict[str, torch.Tensor] = {}
     try:
         for step in range(3):
             for position in range(accumulation):
                 batch = rows(100 * (step * accumulation + position) + dist.get_rank())
                 engine.backward(engine(batch, True, uses_of_first=4, recomputed=recomputed))
                 if position == accumulation - 1:
-                    gradients = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
-                    record.tensors |= {f"{name} in step {step}": grad.clone() for name, grad in gradients.items()}
+                    for name, param in engine.module.named_parameters():
+                        found[f"{name} in step {step}"] = safe_get_full_grad(param).clone()
                 engine.step()
-        collect(engine.optimizer, record)
-        return record.tensors
+        return found | recorded(engine).tensors
     finally:
         engine.destroy()
 
@@ -222,9 +201,7 @@ def test_repeated_gradients_are_summed_which_stock_refuses_or_loses() -> None:
 
     When stock neither raises nor loses gradients, DeepSpeed has fixed it, and our deviation is to be removed.
     """
-    for block, bucket, accumulation in (
-        (CPU, LARGE, 1), (STREAMED, SMALL, 1), (CPU, ONE_ELEMENT, 1), (STREAMED, ONE_ELEMENT, 2),
-    ):  # fmt: skip
+    for block, bucket, accumulation in ((CPU, LARGE, 1), (STREAMED, SMALL, 1), (STREAMED, ONE_ELEMENT, 2)):
         expected = gradients_of_shared_layer(None, LARGE, accumulation, recomputed=False)
         found = gradients_of_shared_layer(block, bucket, accumulation, recomputed=True)
         assert relative_difference(expected, found) < 1e-6, (block, bucket, accumulation)
@@ -283,12 +260,9 @@ def check_traffic(block: dict[str, Any], accumulation: int, found: dict[str, Any
     assert 0 < found["d2h_copies"] < found["parameters"] * found["steps"] * accumulation, "copied together"
 
 
+@ranks(1, group=software_process_group)
 def test_gradients_cross_pcie_only_as_often_as_their_placement_requires() -> None:
     """Count on the GPU in software: a gradient crosses once or not at all, unless its sum is in host memory."""
-    on_ranks(1, check_each_traffic, group=software_process_group)
-
-
-def check_each_traffic() -> None:
     for block, accumulation in TRAFFIC_CASES:
         # Without a unit on the device, sums over micro-batches are in host memory, as if the device had no room.
         sums_stay = block != CPU

@@ -1,7 +1,6 @@
 """Train random cases on the device under its race check, and print the races and the differences from stock.
 
-The arguments are cases, each a seed with the names of simplifications: ``17`` or ``17,two_steps,bf16``. Rank 0 prints
-one answer per training, with the results of all ranks.
+The arguments are seeds. Rank 0 prints one answer per training, with the results of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.software_gpu.racecheck import take_races
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import Settings
 from tests.zero.parity.case import NO_THROUGHPUT_TIMER, Case
-from tests.zero.parity.random_case import simplified
+from tests.zero.parity.random_case import random_case
 from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
 
 
@@ -52,8 +51,7 @@ def gather_from_ranks(value: Any) -> list[Any]:
 
 def main(arguments: list[str]) -> None:
     for argument in arguments:
-        seed, *names = argument.split(",")
-        case = simplified(int(seed), dist.get_world_size(), names)
+        case = random_case(int(argument), dist.get_world_size())
         (block,) = case.blocks
         record, races, schedule = checked(case, block)
         found = differences(run_variant(case, None), record)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 
 from tests.kernels.intercepted import before_each_update
 from tests.zero.on_accelerator import on_accelerator
-from tests.zero.parity.training import Block, Record, collect, real_numel
+from tests.zero.parity.training import Block, real_numel, recorded
 
 Seen = Iterator[tuple[str, Any]]
 """Tensors, numbers and text, each with a name, in the same order for stock and for the plugin."""
@@ -62,85 +62,68 @@ class BehaviourVariant:
     """The engines of one scenario, with the plugin's config block, or of stock if ``block`` is None."""
 
     def __init__(self, block: Block) -> None:
-        self._block = block
-        self._engines: list[Any] = []
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """Return the plugin's optimizers of the engines; none of stock."""
-        return [] if self._block is None else [engine.optimizer for engine in self._engines]
-
-    def in_each(self, blocks: Sequence[dict[str, Any]], scenario: Callable[[BehaviourVariant, int], Seen]) -> Seen:
-        """Yield what ``scenario(self, index)`` sees with the plugin's block of that index; stock runs it only once."""
-        if self._block is None:
-            seen = list(scenario(self, 0))
-            for _ in blocks:
-                yield from seen
-            return
-        for index, block in enumerate(blocks):
-            self._block = block
-            yield from scenario(self, index)
-
-    def replace_block(self, block: dict[str, Any]) -> None:
-        """Use another config block for the plugin."""
-        if self._block is not None:
-            self._block = block
+        self.block = block
+        self.engines: list[Any] = []
 
     def config(self, **changes: Any) -> dict[str, Any]:
         """Return ``BASE`` with the keys of ``changes`` replaced, or removed if None.
 
         The keys of ``zero_optimization`` are replaced one by one.
         """
-        config = copy.deepcopy(BASE)
-        zero = changes.pop("zero_optimization", {})
-        config.update(changes)
-        config["zero_optimization"].update(zero)
-        config = {key: value for key, value in config.items() if value is not None}
-        if self._block is not None:
-            config["deep_optimizer_states"] = self._block
-        return config
+        changes["zero_optimization"] = {**BASE["zero_optimization"], **changes.get("zero_optimization", {})}
+        config = {key: value for key, value in {**BASE, **changes}.items() if value is not None}
+        return copy.deepcopy(config if self.block is None else {**config, "deep_optimizer_states": self.block})
 
     def engine(self, model: torch.nn.Module, arguments: dict[str, Any] | None = None, **changes: Any) -> Any:
         """Return a new engine. ``arguments`` are passed to ``deepspeed.initialize``, ``changes`` to ``config``."""
         given = {"model_parameters": [param for param in model.parameters() if param.requires_grad]}
         given.update(arguments or {})
         engine, *_ = deepspeed.initialize(model=model, config=self.config(**changes), **given)
-        self._engines.append(engine)
+        self.engines.append(engine)
         return engine
 
-    def forget(self, engine: Any) -> None:
-        """Drop the reference to ``engine``, which the scenario does not destroy."""
-        self._engines.remove(engine)
-
-    def is_in_use(self) -> bool:
-        """Return whether every engine has the optimizer of this variant."""
-        expected = "DeepSpeedZeroOptimizer_Stage3" if self._block is None else "DeepOptimizerStates_Stage3"
-        return all(type(engine.optimizer).__name__ == expected for engine in self._engines)
+    def finish(self) -> Seen:
+        """Yield the states of all engines and whether their optimizers are this variant's, and destroy the engines."""
+        expected = "DeepSpeedZeroOptimizer_Stage3" if self.block is None else "DeepOptimizerStates_Stage3"
+        for engine in self.engines:
+            if engine.global_steps > 0:
+                yield from final_states(engine)
+            yield "in use", type(engine.optimizer).__name__ == expected
+        self.close()
 
     def close(self) -> None:
-        for engine in self._engines:
-            engine.destroy()
+        while self.engines:
+            self.engines.pop().destroy()
 
 
-def run(scenario: Scenario) -> dict[str, Any]:
-    """Return how many values the caller of the scenario sees, and those that differ between stock and the plugin."""
-    try:
-        stock, ours = seen(scenario, None), seen(scenario, BLOCK)
-    except Exception:  # noqa: BLE001 (the test shows it)
-        return {"seen": 0, "differences": [traceback.format_exc()]}
-    return {"seen": len(stock), "differences": unequal(stock, ours)[:5]}
+def in_each(*blocks: dict[str, Any]) -> Callable[[Scenario], Scenario]:
+    """Return a decorator for a scenario: the plugin runs it with each of ``blocks``, and stock once."""
+
+    def decorate(scenario: Scenario) -> Scenario:
+        @functools.wraps(scenario)
+        def in_turn(variant: BehaviourVariant) -> Seen:
+            if variant.block is None:
+                seen = [*scenario(variant), *variant.finish()]
+                yield from seen * len(blocks)
+                return
+            for variant.block in blocks:
+                torch.manual_seed(5)
+                yield from scenario(variant)
+                yield from variant.finish()
+
+        return in_turn
+
+    return decorate
 
 
 def seen(scenario: Scenario, block: Block) -> list[tuple[str, object]]:
-    """Return the values that the caller of the scenario sees with this config block."""
+    """Return the values that the caller of the scenario sees with this config block, and all states at its end."""
     torch.manual_seed(5)
     variant = BehaviourVariant(block)
     try:
-        found = list(scenario(variant))
-        found.append(("in use", variant.is_in_use()))
+        return [*scenario(variant), *variant.finish()]
     finally:
         variant.close()
-    return found
 
 
 def slow_updates(variant: BehaviourVariant) -> AbstractContextManager[object]:
@@ -148,9 +131,9 @@ def slow_updates(variant: BehaviourVariant) -> AbstractContextManager[object]:
 
     def sleep(_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.05)
+            time.sleep(0.01)
 
-    return before_each_update(sleep) if variant.optimizers else nullcontext()
+    return nullcontext() if variant.block is None else before_each_update(sleep)
 
 
 def inputs(step: int, dtype: torch.dtype = torch.bfloat16, rows: int = 2) -> torch.Tensor:
@@ -206,9 +189,8 @@ def moments(engine: Any) -> Seen:
 
 
 def final_states(engine: Any) -> Seen:
-    """Yield all states, parameters and step counts at the end of a scenario."""
-    record = Record()
-    collect(engine.optimizer, record)
+    """Yield all states, parameters and step counts."""
+    record = recorded(engine)
     yield from record.numbers.items()
     yield from record.tensors.items()
 
@@ -223,12 +205,12 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def unequal(expected: list[tuple[str, Any]], found: list[tuple[str, Any]]) -> list[str]:
-    """Return one line for each value that is not equal to the bit."""
+    """Return one line for each of the first values that are not equal to the bit."""
     names = [name for name, _ in expected], [name for name, _ in found]
     if names[0] != names[1]:
         return [f"stock yields {len(names[0])} values, the plugin {len(names[1])}, or values with other names"]
     pairs = zip(expected, found, strict=True)
-    return [f"{name}: stock {one}, found {other}" for (name, one), (_, other) in pairs if not same(one, other)]
+    return [f"{name}: stock {one}, found {other}" for (name, one), (_, other) in pairs if not same(one, other)][:5]
 
 
 def same(one: Any, other: Any) -> bool:

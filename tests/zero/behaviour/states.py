@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from tests.zero.behaviour.behaviour_variant import (
     BehaviourVariant,
     Seen,
     counters,
-    final_states,
     gradients,
+    in_each,
     inputs,
     loss_of,
     moments,
@@ -34,16 +35,10 @@ from tests.zero.behaviour.behaviour_variant import (
     slow_updates,
     train,
 )
+from tests.zero.parity.case import CPU, RESIDENT, STREAMED, STREAMED_ONE_SLOT, eager, not_deferred
 from tests.zero.parity.training import shared_folder
 
-BLOCKS: tuple[dict[str, Any], ...] = (
-    {"placement": "cpu"},
-    {"placement": "stride", "update_stride": 2},
-    {"placement": "streamed", "num_slots": 1},
-    {"placement": [{"match": "*", "states": "resident"}]},
-    {"placement": "streamed", "overlap_forward": False},
-    {"placement": "cpu", "eager": True},
-)
+BLOCKS = (CPU, BLOCK, STREAMED_ONE_SLOT, RESIDENT, not_deferred(STREAMED), eager(CPU))
 """One for each placement, one in which updates end inside ``step()``, and one in which they start in backward."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Kept = Iterator[torch.Tensor]
@@ -77,7 +72,6 @@ def fragments(variant: BehaviourVariant) -> Seen:
                         grad.mul_(0.5)
             yield from gradients(engine)
             engine.step()
-            yield from everything(engine)
             for param in all_params:
                 value = torch.linspace(0.0, 0.1, param.ds_numel).view(param.ds_shape)
                 part = torch.linspace(0.0, 0.1, param.ds_tensor.numel())
@@ -89,7 +83,6 @@ def fragments(variant: BehaviourVariant) -> Seen:
                     utils.safe_set_local_fp32_param(param, part)
             yield from everything(engine)
             yield from counters(engine)
-        yield from final_states(engine)
 
 
 def everything(engine: Any) -> Seen:
@@ -98,26 +91,23 @@ def everything(engine: Any) -> Seen:
     yield from moments(engine)
 
 
+@in_each({}, STREAMED)
 def moments_in_the_dtype_of_the_masters(variant: BehaviourVariant) -> Seen:
     """Assign such moments, and load a checkpoint, which converts them with bf16 masters, inside a window."""
-    for block in ({}, {"placement": "cpu"}, {"placement": "streamed"}):
-        variant.replace_block(block)
-        engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
-        yield from train(engine, 3)
-        with shared_folder() as folder:
-            engine.save_checkpoint(str(folder))
-            engine.backward(loss_of(engine(inputs(7, torch.bfloat16))))
-            engine.step()
-            engine.load_checkpoint(str(folder))
-        yield from train(engine, 5, first=3)
-        assigned = variant.engine(BehaviourNet())
-        yield from train(assigned, 2)
-        for master in assigned.optimizer.fp32_partitioned_groups_flat:
-            state = assigned.optimizer.state[master]
-            state.update({key: state[key].to(master.dtype) for key in ("exp_avg", "exp_avg_sq")})
-        yield from train(assigned, 2, first=3)
-        yield from final_states(engine)
-        yield from final_states(assigned)
+    engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
+    yield from train(engine, 3)
+    with shared_folder() as folder:
+        engine.save_checkpoint(str(folder))
+        engine.backward(loss_of(engine(inputs(7, torch.bfloat16))))
+        engine.step()
+        engine.load_checkpoint(str(folder))
+    yield from train(engine, 3, first=3)
+    assigned = variant.engine(BehaviourNet())
+    yield from train(assigned, 2)
+    for master in assigned.optimizer.fp32_partitioned_groups_flat:
+        state = assigned.optimizer.state[master]
+        state.update({key: state[key].to(master.dtype) for key in ("exp_avg", "exp_avg_sq")})
+    yield from train(assigned, 2, first=3)
 
 
 def states_that_move(variant: BehaviourVariant) -> Seen:
@@ -133,7 +123,6 @@ def states_that_move(variant: BehaviourVariant) -> Seen:
         yield from params(engine)
         yield from moments(engine)
         yield from train(engine, 2)
-    yield from final_states(engine)
     kept = variant.engine(BehaviourNet(), zero_optimization={"offload_param": {"device": "cpu"}})
     yield "with offload_param", raised(kept.offload_states)
     yield "to NVMe", raised(lambda: engine.offload_states(device="nvme"))
@@ -149,18 +138,13 @@ def partitions_that_the_caller_replaces(variant: BehaviourVariant) -> Seen:
         yield from params(engine)
         yield from train(engine, 2, first=2 * step)
         yield from params(engine)
-    yield from final_states(engine)
 
 
+@in_each(CPU, STREAMED)
 def parameters_in_place(variant: BehaviourVariant) -> Seen:
     """Read and write parameters right after the step: stock computes with the changed ones until the next update."""
-    yield from variant.in_each(({"placement": "cpu"}, BLOCK, {"placement": "streamed"}), read_and_write_in_place)
-
-
-def read_and_write_in_place(variant: BehaviourVariant, _: int) -> Seen:
     # On one rank, a persistent parameter is the same memory that the update writes.
     for threshold in (10**9, 20):
-        torch.manual_seed(4)
         engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": threshold})
         with slow_updates(variant):
             for step in range(4):
@@ -168,25 +152,23 @@ def read_and_write_in_place(variant: BehaviourVariant, _: int) -> Seen:
                 yield from (("in place", param.data.clone()) for param in engine.module.parameters())
                 for param in list(engine.module.parameters())[step % 2 :: 2]:
                     param.data.mul_(1.5).add_(0.01)
-        yield from final_states(engine)
 
 
+@in_each(CPU, RESIDENT)
 def reads_during_an_update(variant: BehaviourVariant) -> Seen:
     """Gather parameters, and read states, while the update of the last step runs, and compute with its results."""
-    yield from variant.in_each((BLOCKS[0], BLOCKS[3]), read_during_an_update)
-
-
-def read_during_an_update(variant: BehaviourVariant, _: int) -> Seen:
-    torch.manual_seed(4)
     engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": 0})
     with slow_updates(variant):
         for step in range(3):
             yield from train(engine, 2, first=3 * step)
-            everything = list(engine.module.parameters())
-            with deepspeed.zero.GatheredParameters(everything):
-                yield from (("gathered", param.data.clone()) for param in everything)
+            yield from all_gathered(engine)
             yield from train(engine, 1, first=3 * step + 2)
             yield from moments(engine)
+
+
+def all_gathered(engine: Any) -> Seen:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        yield from (("gathered", param.data.clone()) for param in engine.module.parameters())
 
 
 def generation(variant: BehaviourVariant) -> Seen:
@@ -202,7 +184,6 @@ def generation(variant: BehaviourVariant) -> Seen:
             yield "evaluated", engine(inputs(8)).clone()
         engine.train()
         engine.empty_partition_cache()
-    yield from final_states(engine)
 
 
 def states(engine: Any) -> list[dict[str, Any]]:
@@ -222,16 +203,12 @@ def moments_of_zeros(engine: Any) -> Kept:
             yield state[key]
 
 
-def moments_by_data(engine: Any) -> Kept:
-    for state in states(engine)[1:]:
-        state["exp_avg"].data = filled(state["exp_avg"], 0.02)
-        yield state["exp_avg"]
-
-
-def masters_by_data(engine: Any) -> Kept:
+def moments_and_masters_by_data(engine: Any) -> Kept:
     for master in engine.optimizer.fp32_partitioned_groups_flat[1:]:
+        exp_avg = engine.optimizer.state[master]["exp_avg"]
+        exp_avg.data = filled(exp_avg, 0.02)
         master.data = master.data * 0.5
-        yield master
+        yield from (exp_avg, master)
 
 
 def masters_of_new_tensors(engine: Any) -> Kept:
@@ -259,7 +236,7 @@ def deleted_and_emptied_states(engine: Any) -> Kept:
 
 def numbers_of_steps(engine: Any) -> Kept:
     values = (0, 7, np.int64(3), torch.tensor(2), torch.tensor(5.0), True, np.float32(4))
-    for state, step in zip(states(engine), (value for _ in range(9) for value in values), strict=False):
+    for state, step in zip(states(engine), cycle(values), strict=False):
         state["step"] = step
     yield from ()
 
@@ -276,8 +253,7 @@ def replaced_dictionaries(engine: Any) -> Kept:
 
 ASSIGNMENTS: tuple[Callable[[Any], Kept], ...] = (
     moments_of_zeros,
-    moments_by_data,
-    masters_by_data,
+    moments_and_masters_by_data,
     masters_of_new_tensors,
     deleted_and_emptied_states,
     numbers_of_steps,
@@ -285,13 +261,9 @@ ASSIGNMENTS: tuple[Callable[[Any], Kept], ...] = (
 )
 
 
+@in_each(*BLOCKS)
 def assigned_states(variant: BehaviourVariant) -> Seen:
     """Assign to states between two steps, and between backward and the step, in every placement."""
-    yield from variant.in_each(BLOCKS, assigned_in_turn)
-
-
-def assigned_in_turn(variant: BehaviourVariant, _: int) -> Seen:
-    torch.manual_seed(3)
     # Several sub-groups are of equal size, with one rank and with two.
     engine = variant.engine(BehaviourNet(), zero_optimization={"sub_group_size": 90})
     yield from train(engine, 2)
@@ -311,7 +283,6 @@ def assigned_in_turn(variant: BehaviourVariant, _: int) -> Seen:
         # The update writes to the tensors that the script has kept.
         yield from (("kept", tensor.detach().clone()) for tensor in kept)
         yield from train(engine, 1, first=step + 2)
-    yield from final_states(engine)
 
 
 def states_assigned_before_a_skipped_step(variant: BehaviourVariant) -> Seen:
@@ -326,7 +297,6 @@ def states_assigned_before_a_skipped_step(variant: BehaviourVariant) -> Seen:
     yield "keys", [sorted(state) for state in states(engine)]
     yield "assigned", states(engine)[1]["exp_avg"].clone()
     yield from train(engine, 2, torch.float16, first=3)
-    yield from final_states(engine)
 
 
 def saved_states_that_were_assigned(variant: BehaviourVariant) -> Seen:
@@ -349,7 +319,6 @@ def saved_states_that_were_assigned(variant: BehaviourVariant) -> Seen:
         for tag in ("before", "after"):
             engine.load_checkpoint(str(folder), tag=tag)
             yield from train(engine, 2, first=3)
-            yield from final_states(engine)
 
 
 def saved(folder: Path, tag: str) -> Seen:
@@ -359,48 +328,33 @@ def saved(folder: Path, tag: str) -> Seen:
     yield "saved masters", [master.tolist() for master in file["fp32_flat_groups"]]
     for index, state in sorted(file["optimizer_state_dict"]["state"].items()):
         yield f"saved keys of {index}", sorted(state)
-        yield f"saved state of {index}", {key: np.asarray(value).tolist() for key, value in sorted(state.items())}
+        yield f"saved state of {index}", {key: torch.as_tensor(value).tolist() for key, value in sorted(state.items())}
 
 
+@in_each(CPU, RESIDENT)
 def second_engines(variant: BehaviourVariant) -> Seen:
-    """Create engines on modules whose last update is in flight: for training, and without an optimizer."""
-    yield from variant.in_each(BLOCKS[:4], second_engine)
-    first = variant.engine(BehaviourNet())
-    with slow_updates(variant):
-        yield from train(first, 2)
-        evaluating, *_ = deepspeed.initialize(model=first.module, config=variant.config(optimizer=None))
-        with torch.no_grad():
-            yield "evaluated", evaluating(inputs(9)).clone()
-
-
-def second_engine(variant: BehaviourVariant, index: int) -> Seen:
-    torch.manual_seed(4)
+    """Create an engine for training on a module whose last update is in flight."""
     first = variant.engine(BehaviourNet())
     module = first.module
     with slow_updates(variant):
         yield from train(first, 2)
-        if index % 2:
+        variant.engines.remove(first)
+        if variant.block == RESIDENT:
             # DeepSpeed's hooks on the module keep the engine.
-            variant.forget(first)
             del first
             gc.collect()
         second = variant.engine(module)
         yield "masters", [master.tolist() for master in second.optimizer.fp32_partitioned_groups_flat]
     yield from train(second, 2, first=2)
     yield from params(second)
-    yield from final_states(second)
 
 
-SCENARIOS = (
-    fragments,
-    moments_in_the_dtype_of_the_masters,
-    states_that_move,
-    partitions_that_the_caller_replaces,
-    parameters_in_place,
-    reads_during_an_update,
-    generation,
-    assigned_states,
-    states_assigned_before_a_skipped_step,
-    saved_states_that_were_assigned,
-    second_engines,
-)
+def an_engine_without_an_optimizer(variant: BehaviourVariant) -> Seen:
+    """Create it on a module whose last update is in flight."""
+    first = variant.engine(BehaviourNet())
+    with slow_updates(variant):
+        yield from train(first, 2)
+        variant.engines.remove(first)
+        evaluating, *_ = deepspeed.initialize(model=first.module, config=variant.config(optimizer=None))
+        with torch.no_grad():
+            yield "evaluated", evaluating(inputs(9)).clone()

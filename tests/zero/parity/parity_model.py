@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -44,14 +46,5 @@ def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[
 def param_groups(model: ParityNet, case: Case) -> list[dict[str, object]]:
     """Return the case's param groups, to which the trainable parameters are assigned round-robin."""
     params = [param for param in model.parameters() if param.requires_grad]
-    groups = []
-    for position, group in enumerate(case.groups):
-        groups.append(
-            {
-                "params": params[position :: len(case.groups)],
-                "lr": group.lr,
-                "betas": group.betas,
-                "weight_decay": group.weight_decay,
-            }
-        )
-    return groups
+    count = len(case.groups)
+    return [{"params": params[position::count], **asdict(group)} for position, group in enumerate(case.groups)]

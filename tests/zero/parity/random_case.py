@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-from tests.zero.parity.case import SERIAL, Case, ParamGroup, by_sub_group
+from tests.zero.parity.case import Case, ParamGroup, by_sub_group
 
 
 def random_case(seed: int, world_size: int) -> Case:
@@ -43,29 +41,6 @@ def random_case(seed: int, world_size: int) -> Case:
         },
         shares_host_memory=rng.random() < 0.5,
     )
-
-
-SIMPLER: dict[str, Callable[[Case], Case]] = {
-    "two_steps": lambda case: replace(case, steps=2, poisoned={}),
-    "no_accumulation": lambda case: replace(case, accumulation=1, caller_accumulates=False),
-    "no_clipping": lambda case: replace(case, clip=0.0),
-    "one_group": lambda case: replace(case, groups=case.groups[:1]),
-    "two_layers": lambda case: replace(case, widths=case.widths[:3]),
-    "defaults_of_zero": lambda case: replace(case, zero={}, zero_init=False, offload_param=False),
-    "every_parameter_trains": lambda case: replace(case, frozen=False, unused=False),
-    "bf16": lambda case: replace(case, dtype="bf16"),
-    "no_overlap": lambda case: replace(case, blocks=tuple({**block, **SERIAL} for block in case.blocks)),
-    "one_slot": lambda case: replace(case, blocks=tuple({**block, "num_slots": 1} for block in case.blocks)),
-}
-"""Simplifications to try, one after the other, on a case that fails."""
-
-
-def simplified(seed: int, world_size: int, names: Sequence[str]) -> Case:
-    """Return the random case of this seed with the simplifications ``names``."""
-    case = random_case(seed, world_size)
-    for name in names:
-        case = SIMPLER[name](case)
-    return case
 
 
 def random_block(rng: random.Random) -> dict[str, Any]:

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,23 +19,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups, logger
-from deepspeed.utils.comms_logging import CommsLogger
+from deepspeed.utils import groups
 from peft import LoraConfig, get_peft_model
 
-from tests.fork_server import freeze_imported
-from tests.ranks import on_ranks, ranks
+from tests.ranks import on_ranks
 from tests.tiny_llama import VOCABULARY, WIDTH, LossOfCausalModel, tiny_llama
 from tests.zero.parity.case import STRIDE_2, Case
-from tests.zero.parity.training import (
-    Block,
-    Record,
-    assert_same_bits,
-    closing_engine,
-    collect,
-    shared_folder,
-    train,
-)
+from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, recorded, shared_folder, train
 from tests.zero.test_monitoring import Wandb
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
@@ -74,28 +62,24 @@ def attend(*qkv: torch.Tensor) -> torch.Tensor:
 def train_model(make_model: Callable[[], torch.nn.Module], block: Block, backend: str) -> Record:
     torch.manual_seed(0)
     model = make_model()
-    ulysses = {"sequence_parallel_size": dist.get_world_size(), "data_parallel_size": 1}
-    case = Case(
-        name="library",
-        blocks=(),
-        clip=0.1,
-        world_size=dist.get_world_size(),
-        sub_group_size=2000,
-        extra=ulysses if make_model is Ulysses else {},
-    )
+    world_size = dist.get_world_size()
+    extra = {"sequence_parallel_size": world_size, "data_parallel_size": 1} if make_model is Ulysses else {}
+    case = Case(name="library", blocks=(), clip=0.1, world_size=world_size, sub_group_size=2000, extra=extra)
     trainable = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=case.ds_config(block))
     if backend:
         engine.compile(backend=backend)
-    record = Record(optimizer_class=type(engine.optimizer).__name__, numbers={"loss": [], "norm": []})
+    losses, norms = [], []
     for step in range(5):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         loss = engine(torch.randint(0, VOCABULARY, (2, 16), generator=generator))
         engine.backward(loss)
         engine.step()
-        record.numbers["loss"].append(loss.item())
-        record.numbers["norm"].append(float(engine.get_global_grad_norm()))
-    collect(engine.optimizer, record)
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    record = recorded(engine)
+    record.optimizer_class = type(engine.optimizer).__name__
+    record.numbers |= {"loss": losses, "norm": norms}
     engine.destroy()
     return record
 
@@ -104,7 +88,6 @@ def one_layer() -> torch.nn.Module:
     return tiny_llama(num_hidden_layers=1)
 
 
-# Each layer is compiled anew by inductor, which takes long.
 @pytest.mark.P1
 @pytest.mark.parametrize(
     ("make_model", "world_size", "backend"),
@@ -112,6 +95,7 @@ def one_layer() -> torch.nn.Module:
         (lora, 1, ""),
         (Ulysses, 2, ""),
         (one_layer, 1, "eager"),
+        # Each layer is compiled anew, which takes long.
         pytest.param(one_layer, 1, "inductor", marks=pytest.mark.thorough),
     ],
 )
@@ -130,8 +114,9 @@ def compare_models(make_model: Callable[[], torch.nn.Module], backend: str) -> N
 
 
 OTHER_BLOCKS: dict[str, dict[str, Any]] = {
-    "comms_logger, fp16": {"comms_logger": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 10}},
     "all that changes no number": {
+        "comms_logger": {"enabled": True},
+        "fp16": {"enabled": True, "initial_scale_power": 10},
         "checkpoint": {"tag_validation": "Fail", "use_node_local_storage": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -154,43 +139,30 @@ OTHER_BLOCKS: dict[str, dict[str, Any]] = {
 """Parts of a config that watch a training run, or that change it elsewhere than in the update."""
 
 Collectives = dict[str, Counter[int]]
-GATHERS = "all_gather_into_tensor"
-
-
-@contextmanager
-def restored_process(folder: Path) -> Iterator[CommsLogger]:
-    """Undo the changes of a block to the whole process. Yield the logger of collectives, which is new."""
-    # ``memory_breakdown`` collects garbage many times per step. The objects of earlier engines need not be seen.
-    freeze_imported()
-    level, before, fresh = logger.level, Path.cwd(), CommsLogger()
-    folder.mkdir(exist_ok=True)
-    os.chdir(folder)
-    with mock.patch.object(comm, "comms_logger", fresh), mock.patch.dict(sys.modules, wandb=Wandb()):
-        try:
-            yield fresh
-        finally:
-            os.chdir(before)
-            logger.setLevel(level)
-            gc.enable()
 
 
 def train_with(case: Case, block: Block, folder: Path) -> tuple[Record, Collectives]:
-    """Return the record, and how often each collective ran, by size, if it was logged."""
-    with restored_process(folder) as logged:
-        with closing_engine(case, block) as engine, shared_folder() as checkpoints:
-            record = train(engine, case, checkpoints)
-        collectives: Collectives = {}
-        for operation, by_size in logged.comms_dict.items():
-            # With ``debug`` the log also has the functions that called the collective.
-            counts = collectives.setdefault(operation.partition(" ")[0], Counter())
-            counts.update({size: entry[0] for size, entry in by_size.items()})
-    dist.barrier()
+    """Return the record, and how often each collective ran, by size."""
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    with (
+        mock.patch.dict(sys.modules, wandb=Wandb()),
+        closing_engine(case, block) as engine,
+        shared_folder() as checkpoints,
+    ):
+        record = train(engine, case, checkpoints)
+    collectives: Collectives = {}
+    for operation, by_size in comm.comms_logger.comms_dict.items():
+        # With ``debug`` the log also has the functions that called the collective.
+        counts = collectives.setdefault(operation.partition(" ")[0], Counter())
+        counts.update({size: entry[0] for size, entry in by_size.items()})
     return record, collectives
 
 
 @pytest.mark.P1
 @pytest.mark.parametrize("name", OTHER_BLOCKS)
-@ranks(2)
 def test_training_with_another_block_has_the_bits_and_the_collectives_of_stock(name: str, tmp_path: Path) -> None:
     """Check how often each collective ran with each size, with two exceptions.
 
@@ -199,9 +171,6 @@ def test_training_with_another_block_has_the_bits_and_the_collectives_of_stock(n
     """
     block = OTHER_BLOCKS[name]
     in_fp16 = "fp16" in block
-    if in_fp16:
-        # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     case = Case(
         name=name,
         blocks=(),
@@ -214,16 +183,16 @@ def test_training_with_another_block_has_the_bits_and_the_collectives_of_stock(n
         reload=(2, 3) if "checkpoint" in block else None,
         extra=block,
     )
-    stock, logged = train_with(case, None, tmp_path / "stock")
-    ours, logged_by_ours = train_with(case, STRIDE_2, tmp_path / "ours")
-    assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
-    assert len(ours.numbers["step"]) >= 4
-    assert_same_bits(stock, ours)
-    assert (ours.deferred > 0) == ("flops_profiler" not in block)
-    assert bool(logged) == ("comms_logger" in block)
-    if logged:
+    of_stock, of_ours = (
+        on_ranks(2, train_with, case, block, tmp_path / arm) for arm, block in (("stock", None), ("ours", STRIDE_2))
+    )
+    for (stock, logged), (ours, logged_by_ours) in zip(of_stock, of_ours, strict=True):
+        assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
+        assert len(ours.numbers["step"]) >= 4
+        assert_same_bits(stock, ours)
+        assert (ours.deferred > 0) == ("flops_profiler" not in block)
         assert {"barrier", "all_reduce"} <= logged.keys() == logged_by_ours.keys()
-        gathered = [Counter(log.pop(GATHERS)) for log in (logged, logged_by_ours)]
+        gathered = [log.pop("all_gather_into_tensor") for log in (logged, logged_by_ours)]
         assert len({sum(size * count for size, count in counts.items()) for counts in gathered}) == 1
         logged["all_reduce"][4] += len(ours.numbers["step"]) if in_fp16 else 0
         assert logged == logged_by_ours

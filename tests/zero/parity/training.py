@@ -83,9 +83,8 @@ class Record:
     numbers: dict[str, list[float]] = field(default_factory=dict)
     optimizer_class: str = ""
     deferred: int = 0
-    """The number of forwards that began while an update was in flight."""
+    """The number of forwards that began while an update was in flight; ``published`` has the units they waited for."""
     published: set[int] = field(default_factory=set)
-    """The units that forward waited for then, or found published."""
     placements: set[str] = field(default_factory=set)
     """The placements of the last plan's units, if the program records them."""
     speculations: Speculations = field(default_factory=Speculations)
@@ -134,16 +133,14 @@ def closing_engine(case: Case, block: Block) -> Iterator[Any]:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Yield a temporary folder that is the same on every rank, and remove it when all ranks have left the context.
-
-    If rank 0 leaves it with an exception, the folder is removed at once: other ranks may never leave it.
-    """
+    """Yield a temporary folder that is the same on every rank, and remove it when all ranks have left the context."""
     paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(paths, src=0)
     folder = Path(str(paths[0]))
     try:
         yield folder
     except BaseException:
+        # The other ranks may never leave the context.
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -290,10 +287,7 @@ def bits(numbers: list[float]) -> list[int]:
 
 
 def placements_by_name(optimizer: Any) -> dict[str, Placement]:
-    """Return the placement of each parameter of this rank by its name: of the unit with its middle element.
-
-    Units begin at multiples of several elements, so the ends of a parameter may be in other units.
-    """
+    """Return the placement of each parameter by its name: of the unit with its middle, as its ends may be in others."""
     plan = optimizer._running.plan
     found = {}
     for sub_group, partitions in enumerate(partitions_by_name(optimizer)):
@@ -333,13 +327,6 @@ def same_as_stock(case: Case) -> Result:
         stock = run_variant(case, None)
         variants = {str(block): run_variant(case, block) for block in case.blocks}
     return result(stock, variants)
-
-
-def same_as_zero_gradients(case: Case) -> Result:
-    """Train the case with the plugin, and with stock on gradients of zero; ``stock differs`` shows the departure."""
-    zeroed = run_variant(replace(case, zero_instead_of_skip=True), None)
-    found = result(zeroed, {str(block): run_variant(case, block) for block in case.blocks})
-    return {**found, "stock differs": differences(zeroed, run_variant(case, None))}
 
 
 def result(stock: Record, variants: dict[str, Record]) -> Result:

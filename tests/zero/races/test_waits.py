@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -19,22 +18,16 @@ import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
-from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.uninterrupted import Uninterrupted
-from deep_opt_states.zero.internals.coordinator import Coordinator
-from deep_opt_states.zero.step.gathers import Gathers
 from perf_model.schedule.schedule import Schedule
 from tests.kernels.intercepted import before_each_update
-from tests.launch import run_ranks
-from tests.ranks import on_ranks, ranks
+from tests.ranks import ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import TWO_DECAYS
 from tests.zero.parity.parity_model import batch
 from tests.zero.parity.training import assert_same_bits, closing_engine, run_variant
-
-SEEDS = [1, 2, 3]
+from tests.zero.races.delayed_ranks import train_with_delays
 
 BLOCK = {"placement": "cpu", "unit_size": 600}
 """All units on the CPU: where the accelerator is the CPU, streamed units are updated when ``step()`` returns."""
@@ -54,14 +47,6 @@ STUCK_S = 60
 """The seconds after which an update fails that is held back by a forward that waits for it."""
 
 
-@dataclass
-class Waits:
-    """The units that are published, in order, and how many of them before each layer computes."""
-
-    published: list[int] = field(default_factory=list)
-    before_layer: list[int] = field(default_factory=list)
-
-
 def units_of_layers(optimizer: Any) -> list[list[int]]:
     """Return the units that hold the parameters of each layer."""
     units = optimizer.plan.workload.units
@@ -79,17 +64,16 @@ def units_of_layers(optimizer: Any) -> list[list[int]]:
 
 
 @contextmanager
-def recorded_waits(engine: Any) -> Iterator[Waits]:
-    """Record which units are waited for inside this context, and hold the CPU updates back."""
+def recorded_waits(engine: Any) -> Iterator[list[list[int]]]:
+    """Hold the CPU updates back, and record which units have been waited for when each layer computes."""
     optimizer, layers = engine.optimizer, engine.module.layers
     executor, units = optimizer._running.executor, optimizer._running.memory.units
     needed = units_of_layers(optimizer)
     computed = [threading.Event() for _ in layers]
-    waits, publish = Waits(), executor.publish
+    published, before_layers, publish = set[int](), list[list[int]](), executor.publish
 
     def recorded_publish(unit: int) -> None:
-        if unit not in waits.published:
-            waits.published.append(unit)
+        published.add(unit)
         publish(unit)
 
     def hold_back(update: RangeUpdate) -> None:
@@ -104,29 +88,12 @@ def recorded_waits(engine: Any) -> Iterator[Waits]:
 
     handles = []
     for layer, done in zip(layers, computed, strict=True):
-        handles.append(layer.register_forward_pre_hook(lambda *_: waits.before_layer.append(len(waits.published))))
+        handles.append(layer.register_forward_pre_hook(lambda *_: before_layers.append(sorted(published))))
         handles.append(layer.register_forward_hook(lambda *_, done=done: done.set()))
     with mock.patch.object(executor, "publish", recorded_publish), before_each_update(hold_back):
-        yield waits
+        yield before_layers
     for handle in handles:
         handle.remove()
-
-
-def waits_of_forward(block: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return the units that a forward waits for, up to each layer, and those that the layers need."""
-    with closing_engine(CASE, block) as engine:
-        forward(engine, backward=True)
-        for _ in range(STEPS):
-            engine.step()
-            forward(engine, backward=True)
-        with recorded_waits(engine) as waits:
-            engine.step()
-            forward(engine, backward=False)
-        return {
-            "units": len(engine.optimizer.plan.workload.units),
-            "waited": [sorted(waits.published[:count]) for count in waits.before_layer],
-            "needed": units_of_layers(engine.optimizer),
-        }
 
 
 def forward(engine: Any, *, backward: bool) -> None:
@@ -139,51 +106,26 @@ def forward(engine: Any, *, backward: bool) -> None:
 @pytest.mark.P2
 @ranks(1, thorough(2))
 def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -> None:
-    found = waits_of_forward(BLOCK)
-    needed = [sorted(units) for units in accumulate(map(set, found["needed"]), set.union)]
-    assert found["waited"] == needed
-    assert len(needed[0]) < found["units"]
-
-
-@pytest.mark.parametrize("ended_in_step", [{"overlap_forward": False}, {"placement": "streamed"}])
-@ranks(1)
-def test_the_hooks_of_modules_do_nothing_once_the_update_has_ended(ended_in_step: dict[str, Any]) -> None:
-    in_hooks = [(Gathers, "_units_of"), (Executor, "publish"), (Coordinator, "prefetching_until")]
-    with closing_engine(CASE, {**BLOCK, **ended_in_step}) as engine, ExitStack() as patches:
-        for _ in range(STEPS):
-            forward(engine, backward=True)
-            engine.step()
-        *calls, sections = (
-            patches.enter_context(mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)))
-            for owner, name in (*in_hooks, (Uninterrupted, "run"))
-        )
-        forward(engine, backward=False)
-        assert sections.call_count == 0
-        # Before backward, the plan may change. In it, the next update is prefetched, but not per module.
+    with closing_engine(CASE, BLOCK) as engine:
         forward(engine, backward=True)
-        assert sections.call_count <= 3
-        assert [call.call_count for call in calls] == [0, 0, 0]
+        for _ in range(STEPS):
+            engine.step()
+            forward(engine, backward=True)
+        with recorded_waits(engine) as waits:
+            engine.step()
+            forward(engine, backward=False)
+        needed = [sorted(units) for units in accumulate(map(set, units_of_layers(engine.optimizer)), set.union)]
+        assert waits == needed
+        assert len(needed[0]) < len(engine.optimizer.plan.workload.units)
 
 
+@ranks(2)
 def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> None:
-    orders = on_ranks(2, published_orders)
-    for overlapped, at_once in orders:
-        by_index, as_used = overlapped
-        assert sorted(as_used) == sorted(by_index)
-        # The second param group's first layers come before the first group's last ones.
-        assert as_used != by_index
-        # Without overlap no forward waits for the update, so the order is not changed, and no unit is persistent.
-        assert by_index[0] == 0
-        assert at_once == [[unit - 1 for unit in by_index[1:]]]
-        assert overlapped == orders[0][0], "the orders of the ranks differ"
-
-
-def published_orders() -> list[list[list[int]]]:
-    """Return the orders of units in all schedules that the executor used, with overlap in forward and without.
+    """Check the orders of units in all schedules that the executor used, with overlap in forward and without.
 
     The units of the param groups are not in the order of forward.
     """
-    found = []
+    orders = []
     set_schedule = Issuer.set_schedule
     for overlap in (True, False):
         block = {"placement": "stride", "update_stride": 2, "num_slots": 1, "overlap_forward": overlap}
@@ -198,26 +140,20 @@ def published_orders() -> list[list[list[int]]]:
         stock = run_variant(case, None)
         with mock.patch.object(Issuer, "set_schedule", recorded):
             assert_same_bits(stock, run_variant(case, block))
-        found.append(published)
-    return found
+        orders.append(published)
+    (by_index, as_used), at_once = orders
+    assert sorted(as_used) == sorted(by_index)
+    # The second param group's first layers come before the first group's last ones.
+    assert as_used != by_index
+    # Without overlap no forward waits for the update, so the order is not changed, and no unit is persistent.
+    assert by_index[0] == 0
+    assert at_once == [[unit - 1 for unit in by_index[1:]]]
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, orders)
+    assert of_ranks[0] == of_ranks[1]
 
 
-@pytest.mark.parametrize("world_size", [thorough(1), 2, thorough(3), thorough(4)])
 @pytest.mark.P1
-def test_delays_change_neither_the_bits_nor_the_order_of_collectives(world_size: int) -> None:
-    ranks = run_ranks(world_size, ["-m", "tests.zero.races.delayed_ranks", *map(str, SEEDS)], timeout_s=120)
-    for finished in ranks:
-        assert finished.returncode == 0, finished.output[-4000:]
-        answers = finished.answers()
-        assert [answer["seed"] for answer in answers] == SEEDS
-        for answer in answers:
-            assert answer["differences"] == []
-            # With the last seed, a rank sometimes waits for its update right after the step.
-            least = 2 if answer["seed"] == SEEDS[-1] else 4
-            assert answer["deferred"] >= least, "no update was deferred"
-            assert answer["same"], "the ranks called different collectives"
-            assert answer["same for every seed"], "the collectives depend on timing"
-            assert answer["collectives"] > 100 or world_size == 1
-            # Forward prefetches across units, and stops at parameters for which the host might have to wait.
-            assert answer["ahead"] >= 10
-            assert answer["stopped"] >= 10
+@ranks(2, thorough(1), thorough(4), timeout_s=120)
+def test_delays_change_neither_the_bits_nor_the_order_of_collectives() -> None:
+    train_with_delays([1, 2])

@@ -25,10 +25,8 @@ BY_NAME = {"layers.1.mlp.": "streamed", "self_attn.o_proj": "resident", "self_at
 class SharedModel:
     """A model that ``MODEL_RANKS`` ranks share.
 
-    ``make`` returns it. ``mpu`` is passed to ``deepspeed.initialize``, and ``config`` is part of DeepSpeed's config.
-    ``sharded`` is a part of the name of a parameter of which each of these ranks has its own shard. ``by_name`` has
-    the placement of the parameters whose names contain the key, in the order of the rules by name: sharded ones, and
-    ones that every rank has.
+    ``make`` returns it. ``sharded`` is a part of the name of a parameter of which each of these ranks has its own
+    shard. ``by_name`` has the placement of the parameters whose names contain the key, in the order of the rules.
     """
 
     make: Callable[[], torch.nn.Module]
@@ -43,12 +41,10 @@ class SharedModel:
         return [{"match": f"*{part}*", "states": states} for part, states in self.by_name.items()]
 
     def rule_for(self, name: str) -> str | None:
-        """Return the placement of the parameter ``name`` by the rules; None if none matches."""
         return next((states for part, states in self.by_name.items() if part in name), None)
 
 
 def model_rank() -> int:
-    """Return this rank's position among the ranks that share its model."""
     return dist.get_rank() % MODEL_RANKS
 
 
@@ -86,12 +82,13 @@ class AllReducedGradient(torch.autograd.Function):
         return grad, None
 
 
-class MegatronExpert(torch.nn.Module):
+class MegatronBlock(torch.nn.Module):
     """A feed-forward network whose first layer is divided by columns, and whose second by rows."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.group = group
+        self.norm = torch.nn.LayerNorm(WIDTH)
         self.columns = torch.nn.Linear(WIDTH, INNER // MODEL_RANKS)
         self.rows = torch.nn.Linear(INNER // MODEL_RANKS, WIDTH, bias=False)
         for param in (*self.columns.parameters(), *self.rows.parameters()):
@@ -99,29 +96,12 @@ class MegatronExpert(torch.nn.Module):
             param.model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.columns(AllReducedGradient.apply(x, self.group))
-        return AllReduced.apply(self.rows(torch.nn.functional.gelu(inner)), self.group)
-
-
-class MegatronBlock(torch.nn.Module):
-    """A mixture of two experts, each divided among the ranks. Every rank has the gate, which weights their outputs."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.gate = torch.nn.Linear(WIDTH, 2, bias=False)
-        self.experts = torch.nn.ModuleList(MegatronExpert(group) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self.norm(x)
-        weights = self.gate(normed).softmax(dim=-1)
-        for index, expert in enumerate(self.experts):
-            x = x + weights[..., index, None] * expert(normed)
-        return x
+        inner = self.columns(AllReducedGradient.apply(self.norm(x), self.group))
+        return x + AllReduced.apply(self.rows(torch.nn.functional.gelu(inner)), self.group)
 
 
 class MegatronNet(torch.nn.Module):
-    """Blocks of experts between an embedding and a head that every rank has; it returns the loss of ``tokens``."""
+    """Blocks between an embedding and a head that every rank has; it returns the loss of ``tokens``."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -180,8 +160,8 @@ def layouts() -> dict[str, SharedModel]:
             make=lambda: MegatronNet(mpu.get_model_parallel_group()),
             mpu=mpu,
             config={},
-            sharded="blocks.1.experts.0.rows",
-            by_name={"blocks.1.experts.": "streamed", ".experts.": "cpu", "embed": "resident"},
+            sharded="blocks.1.rows",
+            by_name={"blocks.1.": "streamed", ".columns.": "cpu", "embed": "resident"},
         ),
     }
 

@@ -11,13 +11,13 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.zero.start.unsupported import Unsupported
-from tests.ranks import on_ranks, once, ranks
+from tests.ranks import on_ranks, ranks
 from tests.tiers import thorough
 from tests.tiny_llama import tiny_llama
 from tests.zero.checkpoints.test_checkpoints import convert_to_universal
 from tests.zero.failures.test_failures import failing_update, must_raise_everywhere, must_refuse
-from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP
-from tests.zero.parity.training import Block, Record, assert_same_bits, collect, differences
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2
+from tests.zero.parity.training import Block, Record, assert_same_bits, recorded
 from tests.zero.tensor_parallel.cases import (
     ARMS,
     CASES,
@@ -33,74 +33,34 @@ from tests.zero.tensor_parallel.cases import (
 from tests.zero.tensor_parallel.layouts import SharedModel, layouts, one_rank_per_model
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
-CASES_OF = {"quick": QUICK, "all": CASES}
-"""The cases at two ranks, and all of them at two and four ranks for the thorough tier."""
-
-
-@once
-def trained(world_size: int, selection: str) -> list[dict[str, dict[str, Any]]]:
-    """Return the findings of each rank in each case; the ranks are started once per worker of pytest-xdist."""
-    return on_ranks(world_size, train_cases, selection, timeout_s=900)
-
-
-def train_cases(selection: str) -> dict[str, dict[str, Any]]:
-    # DeepSpeed requires instructions that this CPU may lack, although PyTorch computes in fp16 on every CPU.
-    get_accelerator().is_fp16_supported = lambda: True
-    by_name = layouts()
-    return {case.name: compared(case, by_name[case.layout]) for case in CASES_OF[selection]}
-
-
-def compared(case: TensorParallelCase, layout: SharedModel) -> dict[str, Any]:
-    """Train the case with stock and with each placement, and return the differences and the numbers of stock."""
-    planned, norms = planned_numels()
-    stock = run(case, layout, None)
-    found = {arm: run(case, layout, block_of(arm, layout)) for arm in ARMS}
-    return {
-        "numbers": stock.numbers,
-        "elements": sum(tensor.numel() for name, tensor in stock.tensors.items() if name.startswith("master")),
-        "planned elements": planned,
-        "elements of norms": norms,
-        "masters": sum(name.startswith("master") for name in stock.tensors),
-        "classes": [record.optimizer_class for record in (stock, *found.values())],
-        "differences": {arm: differences(stock, record) for arm, record in found.items()},
-    }
-
-
-def parameters() -> list[Any]:
-    return [
-        pytest.param(
-            world_size,
-            selection,
-            case,
-            id=f"{world_size} ranks, {case.name}",
-            marks=[
-                pytest.mark.xdist_group(f"tensor parallel {selection} {world_size}"),
-                *([pytest.mark.thorough] if selection == "all" else []),
-            ],
-        )
-        for world_size, selection in ((2, "quick"), (2, "all"), (4, "all"))
-        for case in CASES_OF[selection]
-    ]
 
 
 @pytest.mark.P1
-@pytest.mark.parametrize(("world_size", "selection", "case"), parameters())
-def test_training_beside_tensor_parallelism_has_the_bits_of_stock(
-    world_size: int, selection: str, case: TensorParallelCase
-) -> None:
-    for rank, by_name in enumerate(trained(world_size, selection)):
-        found = by_name[case.name]
-        assert found["classes"] == [STOCK, *[OURS] * len(ARMS)]
-        assert found["differences"] == {arm: [] for arm in ARMS}, f"rank {rank}"
-        numbers = found["numbers"]
-        assert len(numbers["step"]) >= 3, "a case must have several sub-groups"
-        assert found["masters"] >= 14
-        if case.layout == "AutoTP" and case.zero_init:
-            unplanned = found["planned elements"] - found["elements"]
-            assert 0 <= unplanned <= found["elements of norms"], "`plan --tensor-parallel` plans for another model"
-        if case.setting != "plain":
-            assert any(0.1 < norm < float("inf") for norm in numbers["norm"]), "clipping was never active"
-        assert numbers["skipped"][-1] == (case.dtype == "fp16"), "the overflow on one rank skips one step on all"
+@pytest.mark.parametrize("tier", ["quick", thorough("all")])
+@ranks(2, thorough(4))
+def test_training_beside_tensor_parallelism_has_the_bits_of_stock(tier: str) -> None:
+    # DeepSpeed requires instructions that this CPU may lack, although PyTorch computes in fp16 on every CPU.
+    get_accelerator().is_fp16_supported = lambda: True
+    by_name = layouts()
+    for case in QUICK if tier == "quick" else CASES:
+        train_in_each_placement(case, by_name[case.layout])
+
+
+def train_in_each_placement(case: TensorParallelCase, layout: SharedModel) -> None:
+    stock = run(case, layout, None)
+    for arm in ARMS:
+        ours = run(case, layout, block_of(arm, layout))
+        assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
+        assert_same_bits(stock, ours)
+    assert len(stock.numbers["step"]) >= 3, "a case must have several sub-groups"
+    masters = [tensor.numel() for name, tensor in stock.tensors.items() if name.startswith("master")]
+    assert len(masters) >= 14
+    if case.layout == "AutoTP" and case.zero_init:
+        planned, norms = planned_numels()
+        assert 0 <= planned - sum(masters) <= norms, "`plan --tensor-parallel` plans for another model"
+    if case.setting != "plain":
+        assert any(0.1 < norm < float("inf") for norm in stock.numbers["norm"]), "clipping was never active"
+    assert stock.numbers["skipped"][-1] == (case.dtype == "fp16"), "the overflow on one rank skips one step on all"
 
 
 CONFIG: dict[str, Any] = {
@@ -133,25 +93,16 @@ def step(engine: Any) -> None:
 
 @pytest.mark.P6
 @pytest.mark.thorough
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("name", ["AutoTP", "mpu"])
 @ranks(4, timeout_s=600)
-def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(
-    name: str, deferred: bool, tmp_path: Path
-) -> None:
-    """Let rank 1 fail in ``step()``, or in an update that is in flight during the next forward.
-
-    It shares a model with rank 0, and a shard with rank 3. All ranks stop, and recover from a checkpoint.
-    """
-    layout, case = layouts()[name], TensorParallelCase(name, "bf16", "clipping", zero_init=False)
-    block = STRIDE_2 if deferred else {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}
-    with closing_engine_of(case, layout, block) as engine:
+def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(tmp_path: Path) -> None:
+    """Let rank 1 fail in an update in flight, which shares a model with rank 0, and a shard with rank 3."""
+    case, layout = case_of("mpu"), layouts()["mpu"]
+    with closing_engine_of(case, layout, STRIDE_2) as engine:
         train(engine, case, layout, 2)
         engine.save_checkpoint(str(tmp_path))
         step(engine)
         with failing_update(engine, "cpu"):
-            if deferred:
-                step(engine)
+            step(engine)
             must_raise_everywhere(lambda: step(engine))
         must_refuse(step, engine)
         must_refuse(engine.save_checkpoint, str(tmp_path / "inconsistent"))
@@ -163,12 +114,12 @@ def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(
 
 
 STEPS_TO_SAVE = 2
-ANOTHER_PLACEMENT = {"placement": [{"match": "*", "states": "streamed"}], "unit_size": 700}
 SAVED_BY: dict[str, Block] = {"stock": None, "plugin": STRIDE_2}
+WAYS: tuple[tuple[str, Block], ...] = (("plugin", None), ("stock", STREAMED), ("plugin", CPU))
+"""The arm that saves each checkpoint, stock or the plugin, and the block that resumes it; None resumes with stock."""
 
 
 def case_of(name: str) -> TensorParallelCase:
-    """Return the case that the jobs train with the layout ``name``."""
     return TensorParallelCase(name, "bf16", "clipping", zero_init=False)
 
 
@@ -177,25 +128,19 @@ def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder:
     with closing_engine_of(case, layout, block) as engine:
         path, _ = engine.load_checkpoint(str(folder))
         assert path is not None
-        loaded = Record()
-        collect(engine.optimizer, loaded)
-        assert set(loaded.numbers["step"]) == {STEPS_TO_SAVE}
+        assert set(recorded(engine).numbers["step"]) == {STEPS_TO_SAVE}
         return train(engine, case, layout, STEPS_TO_SAVE)
-
-
-WAYS: tuple[tuple[str, Block], ...] = (("plugin", None), ("stock", ANOTHER_PLACEMENT), ("plugin", CPU))
-"""The arm that saves each checkpoint, stock or the plugin, and the block that resumes it; None resumes with stock."""
 
 
 @pytest.mark.P1
 @pytest.mark.P4
 @pytest.mark.parametrize("name", ["mpu", thorough("AutoTP")])
-@pytest.mark.parametrize("world_size", [2, thorough(4)])
-def test_checkpoints_beside_tensor_parallelism_are_those_of_stock(name: str, world_size: int, tmp_path: Path) -> None:
+def test_checkpoints_beside_tensor_parallelism_are_those_of_stock(name: str, tmp_path: Path) -> None:
     """Check it with another placement, and with one rank that loads universal checkpoints of AutoTP's ranks."""
-    on_ranks(world_size, save_and_resume, tmp_path, name)
+    on_ranks(2, save_and_resume, tmp_path, name)
     if name == "AutoTP":
-        on_ranks(1, convert, tmp_path, group=nullcontext)
+        for saved_by in SAVED_BY:
+            on_ranks(1, convert_to_universal, tmp_path / saved_by, f"global_step{STEPS_TO_SAVE}", group=nullcontext)
         on_ranks(1, load_on_one_rank, tmp_path)
 
 
@@ -206,12 +151,6 @@ def save_and_resume(folder: Path, name: str) -> None:
             train(engine, case, layout, STEPS_TO_SAVE)
             engine.save_checkpoint(str(folder / saved_by))
     resume_in_each_way(case, layout, folder)
-
-
-def convert(folder: Path) -> None:
-    """Convert the checkpoints of stock and of the plugin to universal checkpoints."""
-    for saved_by in SAVED_BY:
-        convert_to_universal(folder / saved_by, f"global_step{STEPS_TO_SAVE}")
 
 
 def load_on_one_rank(folder: Path) -> None:
