@@ -8,6 +8,7 @@ flushes in flight.
 from __future__ import annotations
 
 import ast
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ SOURCES = [*Path(deep_opt_states.runtime.__file__).parent.glob("*.py"), STEP / "
 
 # The file and the line of a wait; and training on the fake device, which returns whether all numbers are right.
 Place: TypeAlias = tuple[str, int]
-Scenario: TypeAlias = Callable[[], bool]
+Scenario: TypeAlias = partial[bool]
 
 WAITS = {
     "wait": FakeStream,
@@ -236,6 +237,9 @@ FINDING = "memory that was freed before"
 
 def is_right(scenario: Scenario) -> bool:
     """Return whether the scenario gives the right numbers, and the check of memory finds nothing."""
+    # Another run draws the same times.
+    *others, timing = scenario.args
+    scenario = partial(scenario.func, *others, copy.deepcopy(timing))
     try:
         return scenario()
     except AssertionError as error:
