@@ -66,6 +66,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **o
     ]
     if failed:
         pytest.fail("\n".join(failed), pytrace=False)
+    assert len(values) == world_size, "a rank ended with 0 before the end of its body"
     return values
 
 

@@ -174,15 +174,11 @@ SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOME
 
 
 def launched() -> Iterator[tuple[int, Tail, torch.dtype, torch.dtype | None, StateDtypes]]:
-    """Yield each capability with each tail, and dtypes of gradient, parameters and states, each in some of these."""
-    pairs = {
-        FP32_STATES: iter(zip(cycle(GRADS), PARAMS, strict=False)),
-        BF16_MASTERS: product((torch.float32, torch.bfloat16), (torch.bfloat16, None)),
-        BF16_STATES: product((torch.float32, torch.bfloat16), (torch.bfloat16, None)),
-    }
-    for (row, capability), (column, tail) in product(enumerate(CAPABILITIES), enumerate(Tail)):
-        states = list(pairs)[(row + column) % len(pairs)]
-        yield capability, tail, *next(pairs[states]), states
+    """Yield the dtypes of gradient, parameters and states, each with one of the capabilities and tails in turn."""
+    bf16 = product((torch.float32, torch.bfloat16), (torch.bfloat16, None), (BF16_MASTERS, BF16_STATES))
+    dtypes = (*((grad, param, FP32_STATES) for grad, param in product(GRADS, PARAMS)), *bf16)
+    for (capability, tail), each in zip(cycle(product(CAPABILITIES, Tail)), dtypes, strict=False):
+        yield capability, tail, *each
 
 
 @pytest.mark.P2

@@ -38,6 +38,7 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.slowdown import Slowdown
+from perf_model.presets.machines import MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
@@ -219,13 +220,15 @@ def test_the_log_gives_the_memory_of_each_placement_or_the_reason_why_nothing_is
     ]
 
 
-def plan_of_training(job: Job, printed: dict[str, Any], folder: Path) -> tuple[UpdatePlan, PredictedUpdate]:
+def plan_of_training(
+    job: Job, machine_of_preset: MachinePreset, printed: dict[str, Any], folder: Path
+) -> tuple[UpdatePlan, PredictedUpdate]:
     """Return the plan that the ranks run after the first steps, and the prediction that they report for it.
 
     The measurements of these steps are what ``plan`` assumes.
     """
     path, ds_config, assumed = folder / "profile.json", printed["deepspeed_config"], dict(printed["windows"])
-    path.write_text(json.dumps(printed["inputs"]["machine"]))
+    path.write_text(machine_of_preset.profile(job.world_size).to_json())
     windows, uses = Windows(slowdown=Slowdown(cpu=assumed.pop("cpu_slowdown")), **assumed), tuple(job.shape.uses())
     config = Config(**ds_config["deep_optimizer_states"], profile=str(path))
     size = ds_config["zero_optimization"].get("sub_group_size", DEFAULT_SUB_GROUP_SIZE)
@@ -311,7 +314,9 @@ def test_the_engine_finds_the_printed_plan_with_the_printed_seconds(
     printed = planned_for(arguments(preset, model, **sizes, eager_memory_gb=0, **options))
     block, decisions = printed["deepspeed_config"]["deep_optimizer_states"], printed["plan"]
     assert options.keys() <= block.keys()
-    plan, predicted = plan_of_training(Job(shape=MODELS[model], sequence=2048, **sizes), printed, tmp_path)
+    plan, predicted = plan_of_training(
+        Job(shape=MODELS[model], sequence=2048, **sizes), MACHINES[preset], printed, tmp_path
+    )
     # A start with a limit of the user already has a plan, which stays if another one gains less than ``LITTLE_GAIN``.
     assert plan.fingerprint == decisions["fingerprint"]
     assert [placement.value for placement in plan.placements] == decisions["placements"]

@@ -116,6 +116,8 @@ QUICK = (
 )
 """The cases of ``make test``. With every parity case, the bits are compared in ``training``."""
 
+assert {case.name for case in (*CASES, *DEPARTURES)} >= {*QUICK}
+
 
 def cases(every_case: bool) -> Iterator[tuple[Case, Block]]:
     """Yield parity cases of this world size, shortened, with one of their blocks, and others that have races easily."""

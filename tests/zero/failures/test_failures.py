@@ -178,6 +178,12 @@ def share_bound_cores(config: Config, accelerator: AcceleratorChoice) -> CoreSha
 LANES = ("cpu", "compute")
 
 
+def test_the_failures_of_several_ranks_are_named() -> None:
+    assert str(UpdateFailed.on_ranks(["OSError: a", "", "E: b"])) == (
+        "rank 0 cannot continue: OSError: a; rank 2 cannot continue: E: b"
+    )
+
+
 @pytest.mark.P6
 @ranks(2)
 def test_a_failed_update_in_step_raises_on_every_rank() -> None:
