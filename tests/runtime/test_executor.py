@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Worker
@@ -39,6 +41,7 @@ from tests.runtime.random_states import (
     make_states,
     place,
     run_update,
+    same,
     tensors_of,
     update_serially,
 )
@@ -51,10 +54,12 @@ MIXED = UpdatePlan(
 
 
 @contextmanager
-def executor_of(plan: UpdatePlan, states: Any, device: Any = None, adam: Any = None) -> Iterator[Executor]:
+def executor_of(
+    plan: UpdatePlan, states: Any, device: Any = None, adam: Any = None, span: Any = nullcontext
+) -> Iterator[Executor]:
     adam, device = adam or PlainAdam(), device or HostDevice()
     place(states, plan.schedule, device)
-    executor = Executor(plan.schedule, states, device, adam, adam)
+    executor = Executor(plan.schedule, states, device, adam, adam, span=span)
     try:
         yield executor
     finally:
@@ -245,3 +250,48 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused_before_an
         Executor(schedule, states, device, PlainAdam(), PlainAdam())
     assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
     assert device.reserved == []
+
+
+# Failures
+
+
+@pytest.mark.P6
+def test_after_a_failure_nothing_is_issued_until_it_is_cleared() -> None:
+    adam, victims, issued = PlainAdam(), {0}, list[str]()
+    states = make_states(NUMELS, torch.bfloat16)
+    fill_gradients(states, 1)
+
+    def fail(sub_group: int, *_: Any) -> Any:
+        if sub_group in victims:
+            raise ZeroDivisionError(f"sub-group {sub_group}")
+        return mock.DEFAULT
+
+    def span(name: str) -> Any:
+        issued.append(name)
+        return nullcontext()
+
+    with (
+        mock.patch.object(adam, "update", wraps=adam.update, side_effect=fail),
+        executor_of(MIXED, states, adam=adam, span=span) as executor,
+    ):
+        executor.begin([adam_step(1)] * 5)
+        executor.publish(0)
+        assert isinstance(executor.failure, ZeroDivisionError), "known where parameters are needed"
+        before, names = [tensor.clone() for tensor in tensors_of(states)], list(issued)
+        assert "CPU_STEP 0" in names
+        assert "CPU_STEP 3" not in names
+        for call in (executor.advance, partial(executor.publish, 3), executor.end, executor.prefetch):
+            call()
+        with pytest.raises(AssertionError):
+            executor.begin([adam_step(2)] * 5)
+        with pytest.raises(UpdateFailed, match="ZeroDivisionError: sub-group 0") as caught:
+            run_update(executor, [adam_step(2)] * 5)
+        cause = caught.value.__cause__
+        assert isinstance(cause, ZeroDivisionError)
+        assert "fail" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+        assert issued == names
+        assert same(tensors_of(states), before)
+        victims.clear()
+        executor.clear_failure()
+        run_update(executor, [adam_step(2)] * 5)
+        assert {action.name for action in MIXED.schedule.actions} == set(issued[len(names) :])

@@ -205,9 +205,18 @@ def fail_here(training: MovingTraining) -> None:
     list(training.run(0, MovingIteration(plan=training.plan)))
     training.backward(1)
     training.executor.prefetch()
-    with mock.patch.object(training.host_adam, "update_ranges", side_effect=ZeroDivisionError):
+    on_cpu = [part.sub_group for unit in training.memory.units if unit.placement is CPU for part in unit.parts]
+
+    def fail_in_last(sub_group: int, *_: Any) -> Any:
+        if sub_group == on_cpu[-1]:
+            raise ZeroDivisionError
+        return mock.DEFAULT
+
+    kernel = training.host_adam
+    with mock.patch.object(kernel, "update", wraps=kernel.update, side_effect=fail_in_last) as update:
         training.executor.begin([adam_step(2)] * 2)
         training.executor.end()
+    assert update.call_count == len(on_cpu), "the other units were updated before"
     assert isinstance(training.executor.failure, ZeroDivisionError)
     training.executor.sync_states_to_host()
 
@@ -227,7 +236,7 @@ def fail_on_another_rank_with_flushes_in_flight(training: MovingTraining) -> Non
 
 @pytest.mark.P6
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("placements", [(RESIDENT, CPU, STREAMED), (STREAMED, CPU, STREAMED)])
+@pytest.mark.parametrize("placements", [(RESIDENT, CPU, STREAMED), (STREAMED, CPU, STREAMED), (STREAMED, CPU, CPU)])
 @pytest.mark.parametrize(
     "fail", [fail_here, fail_on_another_rank_after_prefetches, fail_on_another_rank_with_flushes_in_flight]
 )

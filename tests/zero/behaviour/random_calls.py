@@ -113,8 +113,11 @@ def zero_grad(engine: Any, *_: Any) -> Seen:
 AFTER_A_STEP: Sequence[Call] = (skip_a_step, access_between_backward_and_step, evaluate, save, load, read, write)
 
 
-def calls_in_random_order(seed: int) -> Scenario:
-    """Return the scenario of this seed. Updates start in backward with odd seeds."""
+def calls_in_random_order(seed: int, pending: list[bool]) -> Scenario:
+    """Return the scenario of this seed, which adds to ``pending`` whether an update is in flight before each call.
+
+    Updates start in backward with odd seeds.
+    """
     drawn = random.Random(seed)
     block = eager(CPU) if seed % 2 else {**random_block(drawn), "overlap_forward": True}
     changes = {
@@ -136,6 +139,7 @@ def calls_in_random_order(seed: int) -> Scenario:
         with shared_folder() as folder, slow_updates(variant):
             yield from train_one_step(engine, rng, folder)
             for call in rng.choices((*AFTER_A_STEP, zero_grad), k=CALLS):
+                pending.append(variant.block is not None and engine.optimizer._update._executor.pending)
                 yield from call(engine, rng, folder)
                 if rng.random() < 0.6:
                     yield from train_one_step(engine, rng, folder)
@@ -146,9 +150,11 @@ def calls_in_random_order(seed: int) -> Scenario:
 def compare_calls(seeds: Sequence[int]) -> None:
     """Check that the callers see the same as with stock in the scenario of each seed."""
     for seed in seeds:
-        scenario = calls_in_random_order(seed)
+        pending: list[bool] = []
+        scenario = calls_in_random_order(seed, pending)
         stock = seen(scenario, None)
         with counted_speculations() as counts:
             assert unequal(stock, seen(scenario, BLOCK)) == [], seed
         assert len(stock) > 100
+        assert sum(pending) > 5, "too few calls while an update was in flight"
         assert (counts.kept + counts.void > 0) == bool(seed % 2)

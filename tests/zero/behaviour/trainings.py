@@ -13,6 +13,8 @@ from deepspeed import zero
 from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_local_grad, safe_set_local_grad, set_z3_leaf_modules
+from torch.nn.functional import gelu, linear
+from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.zero.behaviour.behaviour_variant import (
@@ -34,7 +36,7 @@ from tests.zero.behaviour.behaviour_variant import (
     train,
 )
 from tests.zero.on_accelerator import on_accelerator
-from tests.zero.parity.case import CPU
+from tests.zero.parity.case import CPU, eager
 from tests.zero.parity.training import placements_by_name
 
 
@@ -222,6 +224,34 @@ def activation_checkpointing_of_deepspeed(variant: BehaviourVariant) -> Seen:
     deepspeed.checkpointing.configure(None, num_checkpoints=4)
     engine = variant.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
     yield from train(engine, 4)
+
+
+class Shared(BehaviourNet):
+    """A network with a tied weight, with parameters that are used outside their module, and with recomputed layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, outside, *others = self.layers
+        x = gelu(linear(first(x), outside.weight, outside.bias))
+        for layer in others:
+            x = x + gelu(checkpoint(layer, x, use_reentrant=False))
+        return x
+
+
+@in_each(BLOCK, eager(CPU))
+def parameters_with_several_uses(variant: BehaviourVariant) -> Seen:
+    """Train a network of shared parameters, every second time with two forwards before a backward."""
+    engine = variant.engine(Shared(), gradient_clipping=0.0)
+    with slow_updates(variant):
+        for step in range(4):
+            losses = torch.stack([loss_of(engine(inputs(10 * step + part))) for part in range(1 + step % 2)])
+            engine.backward(losses.sum())
+            engine.step()
+            yield "losses", losses.detach()
+            yield from counters(engine)
 
 
 def reductions(variant: BehaviourVariant) -> Seen:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.step.running_plan import RunningPlan
+from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.placement import Placement
 from tests.ranks import ended_ranks, on_ranks
 from tests.tiers import thorough
@@ -44,12 +45,15 @@ from tests.zero.parity.training import Block, assert_same_bits, closing_engine, 
 from tests.zero.random_plans import moves_in_turn
 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
-BLOCKS = (STRIDE_2, {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}, STREAMED_ONE_SLOT, eager(CPU), STRIDE_2, eager(CPU))
-"""The blocks of the runs that are killed in each of the phases. Some updates of the eager ones are speculated."""
+SERIAL_STRIDE_2, EAGER = {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}, eager(CPU)
+BLOCKS = (STRIDE_2, SERIAL_STRIDE_2, STREAMED_ONE_SLOT, EAGER, EAGER, EAGER, STRIDE_2, EAGER)
+"""The blocks of the runs that are killed in each of the phases."""
 
-PHASES = ("save", "load", "promotion", "update", "backward", "forward")
-PARTS = {"save": 4, "load": 5, "promotion": 2, "update": 4}
+PHASES = ("save", "load", "promotion", "speculation", "commit", "update", "backward", "forward")
+PARTS = {"save": 4, "load": 5, "promotion": 2, "update": 4, "commit": 4}
 """The number of parts of a phase, at least, in a step of each run."""
+WITHIN = ("commit", "speculation")
+"""Phases that a rank is killed in, and not at a random moment after their start."""
 
 # Added to phases that are otherwise too short for a random moment to fall into them.
 UPDATE_S = FORWARD_S = 0.002
@@ -116,10 +120,12 @@ def victim(name: str, folder: Path, block: Block, moment: tuple[Any, ...], pause
         current_step[0] = current_step[0] if step is None else step
         is_phase = (dist.get_rank(), phase, current_step[0]) == (rank, phase_of_kill, step_of_kill)
         if is_phase and next(parts) == part_of_kill:
+            if phase in WITHIN:
+                kill_all(pids, pauses_s[1])
             Timer(pauses_s[0], kill_all, (pids, pauses_s[1])).start()
 
     with closing_engine(KILLED[name], block) as engine, ExitStack() as patched:
-        patched.enter_context(slowed_down(engine.module.layers, mark))
+        patched.enter_context(slowed_down(engine, mark))
         if phase_of_kill == "promotion":
             patched.enter_context(MOVES())
         if phase_of_kill == "load":
@@ -133,7 +139,7 @@ def step_of(tag: str) -> int:
 
 
 @contextmanager
-def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
+def slowed_down(engine: Any, mark: Any) -> Iterator[None]:
     """Delay and mark each part of an update, a save, a load and a move inside the block, and delay forwards."""
 
     def marked_save(self: Any, state_dict: Any, path: str) -> None:
@@ -184,7 +190,24 @@ def slowed_down(layers: Iterable[torch.nn.Module], mark: Any) -> Iterator[None]:
             (RunningPlan, "_set", "promotion", PROMOTION_S),
         ):
             patched.enter_context(marking(owner, method, phase, pause_s))
-        for layer in layers:
+        executor = engine.optimizer._running.executor
+        run = executor._issuer._run
+
+        def marked_commit(action: Action, original: Any = run[ActionKind.COMMIT]) -> None:
+            original(action)
+            mark("commit")
+
+        def marked_speculation(action: Action, original: Any = run[ActionKind.SPECULATE]) -> None:
+            # A unit that was not speculated in backward runs in the update.
+            is_in_backward = not executor._pending
+            original(action)
+            if is_in_backward:
+                mark("speculation")
+
+        patched.enter_context(
+            mock.patch.dict(run, {ActionKind.COMMIT: marked_commit, ActionKind.SPECULATE: marked_speculation})
+        )
+        for layer in engine.module.layers:
             layer.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S))
         yield
 
@@ -262,7 +285,7 @@ def is_readable(path: Path) -> bool:
 @pytest.mark.parametrize("name", ["data parallel", thorough("decoupled")])
 def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(name: str, tmp_path: Path) -> None:
     """Check it on two ranks, also with a decoupled writer beside each of them."""
-    kill_and_resume(tmp_path, 1, 4, name)
+    kill_and_resume(tmp_path, 1, 5, name)
 
 
 if __name__ == "__main__":

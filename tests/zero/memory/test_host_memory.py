@@ -8,6 +8,7 @@ import platform
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,14 @@ from perf_model.prediction.memory import MemoryKind
 from tests.profiler.threads import on_ranks
 from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, Case, eager
-from tests.zero.parity.training import assert_same_bits, closing_engine, make_engine, run_variant, shared_folder, train
+from tests.zero.parity.training import (
+    assert_same_bits,
+    closing_engine,
+    counted_speculations,
+    make_engine,
+    shared_folder,
+    train,
+)
 
 GB = 10**9
 STATES = (40 * GB, 2_500_000_000)
@@ -199,20 +207,36 @@ def test_ranks_share_the_memory_of_the_node_and_of_their_container() -> None:
 
 @ranks(2)
 def test_a_rank_whose_host_refuses_second_versions_of_states_trains_without_them() -> None:
-    case = Case(name="refused", blocks=(eager(STRIDE_2),), world_size=2, clip=0.5)
-    stock, refuses = run_variant(case, None), dist.get_rank() == 1
+    """Check it at the start, when the host has the memory later, and when the same plan is refused again."""
+    case = Case(name="refused", blocks=(eager(STRIDE_2),), world_size=2, steps=2)
+    refuses = dist.get_rank() == 1
     slab = mock.patch.object(state_memory, "HostSlab", side_effect=HostMemoryError("1 GB refused"))
+    slab = slab if refuses else nullcontext()
     with mock.patch("deep_opt_states.log.warn_this_rank") as warn, shared_folder() as folder:
-        with slab if refuses else nullcontext():
+        with slab:
             engine = make_engine(case, case.blocks[0])
-        running = engine.optimizer._running
-        assert running.plan.eager
-        assert running.eager == (frozenset() if refuses else running.plan.eager)
-        ours = train(engine, case, folder)
-        running.adopt(running.plan)
+        stock, running = make_engine(case, None), engine.optimizer._running
+        plan = running.plan
+        assert plan.eager
+
+        def same_as_stock(eager_here: frozenset[int]) -> None:
+            assert running.eager == eager_here
+            with counted_speculations() as counts:
+                assert_same_bits(train(stock, case, folder), train(engine, case, folder))
+            assert (counts.kept > 0) == bool(eager_here)
+
+        refused = frozenset() if refuses else plan.eager
+        same_as_stock(refused)
+        running.adopt(plan)
         assert running.restore()
-        assert running.eager == running.plan.eager, "now the host has the memory"
-        engine.destroy()
-    assert_same_bits(stock, ours)
+        same_as_stock(plan.eager)
+        # Memory that is kept would not be requested again.
+        running.adopt(replace(plan, eager=frozenset()))
+        with slab:
+            running.adopt(plan)
+            assert running.restore()
+        same_as_stock(refused)
+        for each in (engine, stock):
+            each.destroy()
     lines = [call.args[0] for call in warn.call_args_list if "refused" in str(call)]
-    assert lines == ["updates do not start in backward on this rank. 1 GB refused"] * refuses
+    assert lines == ["updates do not start in backward on this rank. 1 GB refused"] * 3 * refuses
