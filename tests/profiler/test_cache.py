@@ -78,9 +78,11 @@ def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path
     profile_and_log(Ranks())
     (file,) = folder.iterdir()
     written = file.read_text()
-    other = {**json.loads(written), "version": 0}
-    # Empty, cut off, no text, and of an old version.
-    for number, spoiled in enumerate(["", written[:-20], "\udcff\udcfe", json.dumps(other)], start=2):
+    # An old version, nothing measured, and a wrong value.
+    changes: list[dict[str, Any]] = [{"version": 0}, {"measurements": {}}, {"cpu_adam_by_threads": {"text": 3}}]
+    others = [json.dumps({**json.loads(written), **change}) for change in changes]
+    # Empty, cut off, and no text.
+    for number, spoiled in enumerate(["", written[:-20], "\udcff\udcfe", *others], start=2):
         file.write_text(spoiled, errors="surrogateescape")
         assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + number] * 2
     assert list(folder.iterdir()) == [file]

@@ -42,7 +42,10 @@ def make_case(**changes: Any) -> Case:
 
 
 def places_of(optimizer: Any) -> list[int]:
-    """Return the addresses of the states, which DeepSpeed's attributes show, and the number of memory reservations."""
+    """Return the addresses of the states, which DeepSpeed's attributes show, and the number of memory reservations.
+
+    Return also the identities of the executor, its actions and the kernels.
+    """
     state, masters = optimizer.optimizer.state, optimizer.fp32_partitioned_groups_flat
     shown = [(master, state[master]["exp_avg"], state[master]["exp_avg_sq"]) for master in masters]
     memory = optimizer._running.memory.sub_groups
@@ -50,7 +53,9 @@ def places_of(optimizer: Any) -> list[int]:
     addresses, updated_addresses = ([tensor.data_ptr() for tensor in chain(*each)] for each in (shown, updated))
     assert addresses == updated_addresses
     assert len(set(addresses)) == len(addresses) >= 15
-    return [*addresses, len(optimizer.accounting_device.reserved)]
+    executor = optimizer._running.executor
+    kernels = map(id, (executor, executor._actions, *optimizer._assembly.kernels))
+    return [*addresses, len(optimizer.accounting_device.reserved), *kernels]
 
 
 @contextmanager

@@ -38,7 +38,7 @@ FAIL_LATER = {
     "model_states.pt": [(("mp_world_size",), 2)],
     "optim_states.pt": [((*STATE, "step"), None), ((*STATE, "exp_avg_sq"), MISSING)],
 }
-"""Values with which stock's load or update fails."""
+"""Values with which stock's load or update fails, so that they must be refused."""
 
 Damage = Callable[[Path], object]
 
@@ -59,7 +59,7 @@ def damages(good: Path) -> dict[str, tuple[str, Damage]]:
             if len(keys) == 1:
                 found[f"no value in {kind} {keys}"] = file, partial(change, keys, MISSING)
         for keys, value in FAIL_LATER[kind]:
-            found[f"{value} in {kind} {keys}"] = file, partial(change, keys, value)
+            found[f"fails later: {value} in {kind} {keys}"] = file, partial(change, keys, value)
         other = min(file for file in (good / TAG).glob("*.pt") if file != path)
         ways: dict[str, Damage] = {
             "an empty file": lambda path: path.write_bytes(b""),
@@ -230,3 +230,4 @@ def test_a_damaged_checkpoint_is_refused_or_loaded_as_by_stock_and_training_goes
     assert outcomes.pop() == "trained on"
     assert outcomes.count("refused") > len(outcomes) / 2
     assert outcomes.count("loaded") > len(outcomes) / 10
+    assert [outcome for name, outcome, _ in found if name.startswith("fails later")] == ["refused"] * 3

@@ -6,8 +6,10 @@ This file is also the script. It runs in forked processes, which end as a user's
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -85,13 +87,14 @@ def run(way: str, folder: str) -> None:
         step()
         dist.destroy_process_group()
     if way == "SIGTERM":
-        terminate()
+        # If the other rank ends first, a collective fails, and the interpreter's shutdown waits for the timer.
+        threading.Timer(random.uniform(0, 1), terminate).start()
     if way.startswith("SIGTERM in"):
         engine.save_checkpoint(folder)
         with terminated_in(way.rpartition(" ")[2], engine):
             step()
             engine.save_checkpoint(folder)
-    while way == "rank 0 raises":
+    while way in ("rank 0 raises", "SIGTERM"):
         step()
 
 
@@ -153,7 +156,7 @@ def test_the_process_ends_as_without_the_plugin(way: str, endings: dict[str, tup
             assert output.count("memory of rank 0:") == (rank == 0), output[-4000:]
         assert output.count(f"[deep_opt_states] ERROR: {LOGGED}") == (way == "update fails")
     if way.startswith("SIGTERM in"):
-        assert any(ended.returncode == 143 or ABORTED in ended.output for ended in ranks)
+        assert 143 in [ended.returncode for ended in ranks] or all(ABORTED in ended.output for ended in ranks)
         assert (folder / "latest").read_text() == "global_step1"
 
 
