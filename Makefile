@@ -37,13 +37,13 @@ test: tier = -m "not thorough" --hypothesis-profile=quick
 test: test-all  ## Run the tests except those marked thorough
 
 test-all: $(INSTALLED)  ## Run all tests
-	@# Three tests run at a time, since they often wait for processes to start. The kernels and the software GPU are
+	@# Two tests run at a time, since they often wait for processes to start. The kernels and the software GPU are
 	@# compiled before, so that no two compile them at the same time.
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from deep_opt_states.device.kernels.choice import known_arithmetic; print(known_arithmetic())'
 	@$(WITH_NINJA) $(VENV)/bin/python -c \
 	    'from tests.software_gpu.library import compile_library; print(compile_library())'
-	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder \
+	@$(WITH_NINJA) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder \
 	    $(tier) $(PYTEST_OPTIONS)
 
 test-oldest: $(INSTALLED)  ## Train a few golden cases with the oldest supported release of DeepSpeed
