@@ -15,8 +15,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NETWORK = (
@@ -27,6 +27,10 @@ NETWORK = (
 
 TRIAL = bytes(range(256)) * (mmap.PAGESIZE // 256)
 """The contents of the page with which direct I/O and the mapping are compared."""
+
+
+CHECKED_BYTES = 16 * 2**20
+"""The size of one read of ``StateFile.check_readable``."""
 
 
 class DiskError(RuntimeError):
@@ -84,29 +88,41 @@ class StateFile:
         os.posix_fadvise(self.fd, 0, mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
         page = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
         self.read(page, 0)
-        buffered = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with self._buffered() as fd:
             # Only a page in the cache is read without waiting for the disk.
-            return os.preadv(buffered, [page], 0, os.RWF_NOWAIT) > 0
-        except OSError:
+            with suppress(OSError):
+                return os.preadv(fd, [page], 0, os.RWF_NOWAIT) > 0
             return False
-        finally:
-            os.close(buffered)
+
+    def check_readable(self, offset_bytes: int, size_bytes: int) -> None:
+        """Read a part by way of the page cache, as the mapping does. Raise ``DiskError``."""
+        memory = memoryview(mmap.mmap(-1, min(size_bytes, CHECKED_BYTES)))
+        with self._buffered() as fd:
+            for begin in range(0, size_bytes, CHECKED_BYTES):
+                self._transfer(os.preadv, fd, "read", memory[: size_bytes - begin], offset_bytes + begin)
 
     def read(self, memory: memoryview, offset_bytes: int) -> None:
         """Fill ``memory``, whole pages. Raise ``DiskError``."""
-        self._transfer(os.preadv, "read", memory, offset_bytes)
+        self._transfer(os.preadv, self.fd, "read", memory, offset_bytes)
 
     def write(self, memory: memoryview, offset_bytes: int) -> None:
         """Write ``memory``, whole pages. Raise ``DiskError``."""
-        self._transfer(os.pwritev, "written", memory, offset_bytes)
+        self._transfer(os.pwritev, self.fd, "written", memory, offset_bytes)
 
-    def _transfer(self, transfer: object, verb: str, memory: memoryview, offset_bytes: int) -> None:
+    @contextmanager
+    def _buffered(self) -> Iterator[int]:
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _transfer(self, transfer: object, fd: int, verb: str, memory: memoryview, offset_bytes: int) -> None:
         done = 0
         while done < len(memory):
             where = f"{len(memory):,} bytes at offset {offset_bytes:,} could not be {verb}"
             try:
-                moved = transfer(self.fd, [memory[done:]], offset_bytes + done)  # type: ignore[operator]
+                moved = transfer(fd, [memory[done:]], offset_bytes + done)  # type: ignore[operator]
             except OSError as error:
                 raise self._error(where, error) from error
             # Direct I/O starts at a page again.

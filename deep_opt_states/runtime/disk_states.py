@@ -8,7 +8,6 @@ they are copied to the slot and back.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -26,9 +25,6 @@ from deep_opt_states.device.state_file import StateFile
 from deep_opt_states.runtime.worker import Worker
 from perf_model.schedule.host_layout import PAGE_BYTES, DiskRun, Widths, runs_on_disk
 from perf_model.schedule.workload import Workload
-
-CHECKED_BYTES = 16 * 2**20
-"""The size of one read of ``DiskStates.check_readable``."""
 
 
 class StatesInSlot:
@@ -134,10 +130,8 @@ class DiskStates:
 
     def check_readable(self) -> None:
         """Read all pages; raise ``DiskError``. If a reader of the mapping found the failure, SIGBUS would end it."""
-        memory = memoryview(mmap.mmap(-1, CHECKED_BYTES))
         for file, offset_bytes, size_bytes in self._placed:
-            for begin in range(0, size_bytes, CHECKED_BYTES):
-                file.read(memory[: size_bytes - begin], offset_bytes + begin)
+            file.check_readable(offset_bytes, size_bytes)
 
     def close(self) -> None:
         """Close the files, whose space is free when no tensor over their pages is left."""
