@@ -52,9 +52,6 @@ class MoveCounts:
                 self.kinds[f"{old.value} to {placement.value}"] += 1
         self.recut_plans += bool(_placements(plan).keys() - placed.keys())
 
-    def to_json_dict(self) -> dict[str, Any]:
-        return {**vars(self), "kinds": dict(self.kinds)}
-
 
 def _placements(plan: UpdatePlan) -> dict[tuple[Range, ...], Placement]:
     placed = zip(plan.workload.units, plan.placements, strict=True)

@@ -1,7 +1,6 @@
 """The reported exposed time is the time for which the computing stream waits for the update, however it waits.
 
-The streams run on a virtual clock, and the forward has DeepSpeed's order of waits. DeepSpeed's own forward is timed by
-tests/software_gpu/test_exposed.py.
+The streams run on a virtual clock, and the forward has DeepSpeed's order of waits.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def choose_states_on_disk(
             'Set "offload_optimizer": {"device": "cpu"}.'
         )
     folders = [Path(path) for path in config.nvme_paths]
-    # The measurement of the disks takes less space later, but at the same time on all ranks.
+    # Before the states, a measurement takes space on all ranks at the same time.
     each_bytes = max(-(-numel * widths.states // len(folders)), MEASURED_BYTES if numel else 0)
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
     for doubt in sorted(set(chain(*Ranks().gather(raise_together(lambda: doubts(folders)))))):
