@@ -83,13 +83,10 @@ class HostSlab:
         self.size_bytes = size_bytes
         self._register = register
         self._memory = _map(size_bytes) if size_bytes > 0 else None
+        self.host_bytes = size_bytes
+        """The bytes that are not mapped from files."""
         self._mapped: list[tuple[int, int]] = []
-        """Begin and end of the parts that are mapped from files."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Return the bytes that are not mapped from files."""
-        return self.size_bytes - sum(end - begin for begin, end in self._mapped)
+        """Begin and end of the parts that are."""
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on, which keeps them alive."""
@@ -117,6 +114,7 @@ class HostSlab:
             )
         self._memory.madvise(mmap.MADV_DONTFORK, offset_bytes, size_bytes)
         self._mapped.append((offset_bytes, offset_bytes + size_bytes))
+        self.host_bytes -= size_bytes
 
     @property
     def _address(self) -> int:
@@ -147,8 +145,7 @@ class HostSlab:
 
     def close(self) -> None:
         """Unregister the memory. The pages return to the system once no tensor over them is left."""
-        if self._memory is not None:
-            self._memory.unregister()
+        self.unlock()
         self._memory = None
 
 

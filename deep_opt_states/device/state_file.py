@@ -15,8 +15,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NETWORK = (
@@ -46,6 +46,7 @@ class StateFile:
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder
         self.fd, self.is_direct = _create(folder, direct=not file_system(folder).startswith(NETWORK))
+        self._by_cache = f"/proc/self/fd/{self.fd}"
         self.close = weakref.finalize(self, os.close, self.fd)
         # At exit a write may be in flight, and another file could get the same descriptor.
         self.close.atexit = False
@@ -88,18 +89,17 @@ class StateFile:
         os.posix_fadvise(self.fd, 0, mmap.PAGESIZE, os.POSIX_FADV_DONTNEED)
         page = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
         self.read(page, 0)
-        with self._buffered() as fd:
-            # Only a page in the cache is read without waiting for the disk.
-            with suppress(OSError):
-                return os.preadv(fd, [page], 0, os.RWF_NOWAIT) > 0
-            return False
+        # Only a page in the cache is read without waiting for the disk.
+        with open(self._by_cache, "rb", buffering=0) as cached, suppress(OSError):
+            return os.preadv(cached.fileno(), [page], 0, os.RWF_NOWAIT) > 0
+        return False
 
     def check_readable(self, offset_bytes: int, size_bytes: int) -> None:
         """Read a part by way of the page cache, as the mapping does. Raise ``DiskError``."""
         memory = memoryview(mmap.mmap(-1, min(size_bytes, CHECKED_BYTES)))
-        with self._buffered() as fd:
+        with open(self._by_cache, "rb", buffering=0) as cached:
             for begin in range(0, size_bytes, CHECKED_BYTES):
-                self._transfer(os.preadv, fd, "read", memory[: size_bytes - begin], offset_bytes + begin)
+                self._transfer(os.preadv, cached.fileno(), "read", memory[: size_bytes - begin], offset_bytes + begin)
 
     def read(self, memory: memoryview, offset_bytes: int) -> None:
         """Fill ``memory``, whole pages. Raise ``DiskError``."""
@@ -108,14 +108,6 @@ class StateFile:
     def write(self, memory: memoryview, offset_bytes: int) -> None:
         """Write ``memory``, whole pages. Raise ``DiskError``."""
         self._transfer(os.pwritev, self.fd, "written", memory, offset_bytes)
-
-    @contextmanager
-    def _buffered(self) -> Iterator[int]:
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
 
     def _transfer(self, transfer: object, fd: int, verb: str, memory: memoryview, offset_bytes: int) -> None:
         done = 0
@@ -181,8 +173,8 @@ def _create(folder: Path, *, direct: bool) -> tuple[int, bool]:
         return fd, False
     except OSError as error:
         raise DiskError(
-            f"nvme_path or nvme_paths: must be folders in which files can be created, found {folder}: "
-            f"{error.strerror}.\nSet a folder of yours on a local disk."
+            f"nvme_path or nvme_paths: must be folders in which this user can create files, found {folder}: "
+            f"{error.strerror}.\nCreate it, or name a folder of yours on a local disk."
         ) from error
 
 

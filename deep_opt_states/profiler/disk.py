@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from deep_opt_states.device.state_file import StateFile, file_system
@@ -57,8 +58,17 @@ def doubts(folders: Sequence[Path]) -> list[str]:
 
 def measure_disks(folders: Sequence[Path]) -> DiskRates:
     """Return the bytes per second of all ``folders`` together. Raise ``DiskError``."""
-    disks = [_Disk(folder) for folder in folders]
-    writes, reads = [disk.write for disk in disks], [disk.read for disk in disks]
+    reads, writes = [], []
+    for folder in folders:
+        file = StateFile(folder, MEASURED_BYTES)
+        file.reserve(0, MEASURED_BYTES)
+        source, target = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
+        # A file system that compresses would store nothing of zeros.
+        source[:] = os.urandom(BLOCK_BYTES)
+        # The blocks that are read precede those that are written.
+        _transfer(file.write, source, 0)
+        reads.append(partial(_transfer, file.read, target, 0))
+        writes.append(partial(_transfer, file.write, source, NUM_BLOCKS))
     # Once before: the first write to reserved space is slower on some file systems.
     _seconds(writes)
     written_s, read_s, both_s = _seconds(writes), _seconds(reads), _seconds([*writes, *reads])
@@ -66,25 +76,9 @@ def measure_disks(folders: Sequence[Path]) -> DiskRates:
     return DiskRates(total / read_s, total / written_s, 2 * total / both_s)
 
 
-class _Disk:
-    """A file of blocks that are read, followed by blocks that are written."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = StateFile(folder, MEASURED_BYTES)
-        self._file.reserve(0, MEASURED_BYTES)
-        self._source, self._target = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
-        # A file system that compresses would store nothing of zeros.
-        self._source[:] = os.urandom(BLOCK_BYTES)
-        for block in range(NUM_BLOCKS):
-            self._file.write(self._source, block * BLOCK_BYTES)
-
-    def read(self) -> None:
-        for block in range(NUM_BLOCKS):
-            self._file.read(self._target, block * BLOCK_BYTES)
-
-    def write(self) -> None:
-        for block in range(NUM_BLOCKS, 2 * NUM_BLOCKS):
-            self._file.write(self._source, block * BLOCK_BYTES)
+def _transfer(transfer: Callable[[memoryview, int], None], memory: memoryview, first: int) -> None:
+    for block in range(first, first + NUM_BLOCKS):
+        transfer(memory, block * BLOCK_BYTES)
 
 
 def _seconds(tasks: Sequence[Callable[[], None]]) -> float:

@@ -59,8 +59,8 @@ class Actions:
             ActionKind.SPECULATE: self._cpu_step,
             ActionKind.COMMIT: self._commit,
             ActionKind.PUBLISH: self._publish,
-            ActionKind.READ: self._read,
-            ActionKind.WRITE: self._write,
+            ActionKind.READ: self._transfer,
+            ActionKind.WRITE: self._transfer,
         }
         """Issue an action of a kind on the current stream, or run a CPU step on the current thread."""
 
@@ -131,17 +131,12 @@ class Actions:
         assert shadow is not None
         shadow.is_current = not shadow.is_current
 
-    def _read(self, action: Action) -> None:
-        self._on_disk(action).read()
-
-    def _write(self, action: Action) -> None:
-        self._on_disk(action).write()
-
-    def _on_disk(self, action: Action) -> StatesInSlot:
+    def _transfer(self, action: Action) -> None:
         states = self._states[action.unit].disk
         assert states is not None
         assert action.slot is not None
-        return states.in_slot(action.slot)
+        transfer = StatesInSlot.read if action.kind is ActionKind.READ else StatesInSlot.write
+        transfer(states[action.slot])
 
     def _publish(self, action: Action) -> None:
         operations = self._operations_of(action)

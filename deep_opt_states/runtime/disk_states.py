@@ -65,39 +65,21 @@ class StatesInSlot:
         self._transfer(StateFile.write, self._disk.writers)
 
     def _transfer(self, transfer: Callable[[StateFile, memoryview, int], None], threads: Sequence[Worker]) -> None:
-        """Transfer the pages of all files at the same time, those of the first one on this thread."""
+        """Transfer the pages of all files at the same time."""
 
         def of_one_file(file: StateFile) -> None:
             for memory, offset_bytes in self._pages[file]:
                 transfer(file, memory, offset_bytes)
 
-        first, *others = self._pages
-        running = [thread.submit(partial(of_one_file, file)) for thread, file in zip(threads, others, strict=True)]
-        try:
-            of_one_file(first)
-        finally:
-            # Also after a failure nothing may be in flight when this returns.
-            wait(running)
+        running = [thread.submit(partial(of_one_file, file)) for thread, file in zip(threads, self._pages, strict=True)]
+        # Also after a failure nothing may be in flight when this returns.
+        wait(running)
         for future in running:
             future.result()
 
 
-class StatesOnDisk:
-    """The states of one unit: ``runs`` of the slab whose whole pages are in the files of ``disk``."""
-
-    def __init__(self, runs: Sequence[DiskRun], disk: DiskStates) -> None:
-        self.runs, self._disk = runs, disk
-        self._in_slots: dict[int, StatesInSlot] = {}
-
-    def in_slot(self, slot: int) -> StatesInSlot:
-        """Return the states in disk slot ``slot``."""
-        if slot not in self._in_slots:
-            self._in_slots[slot] = StatesInSlot(self.runs, self._disk, self._disk.slots[slot])
-        return self._in_slots[slot]
-
-
 class DiskStates:
-    """All units on disk of one rank, by their ranges in ``units``, with one file per folder and the disk slots.
+    """All units on disk of one rank, with one file per folder. ``units`` holds them by their ranges and disk slot.
 
     ``slab`` gets its pages on disk from the files. All ``folders`` share each state of each unit equally. Raise
     ``DiskError`` if a disk is full, and ``HostMemoryError`` if the host has no memory for the slots.
@@ -114,9 +96,9 @@ class DiskStates:
     ) -> None:
         self.dtypes, self.slab = dtypes, slab
         self.files = [StateFile(folder, slab.size_bytes) for folder in folders]
-        # The threads of the read and write lanes transfer the pages of the first file.
-        self.readers, self.writers = ([Worker(name="deep_opt_states-disk") for _ in folders[1:]] for _ in range(2))
-        by_unit = {unit: list(runs) for unit, runs in groupby(runs_on_disk(workload, widths), attrgetter("unit"))}
+        self.readers, self.writers = ([Worker(name="deep_opt_states-disk") for _ in folders] for _ in range(2))
+        by_number = groupby(runs_on_disk(workload, widths), attrgetter("unit"))
+        by_unit = {workload.units[unit].ranges: list(runs) for unit, runs in by_number}
         self._placed = [stripe for runs in by_unit.values() for run in runs for stripe in stripes(run, self.files)]
         # All space is taken before anything is written.
         for file, offset_bytes, size_bytes in self._placed:
@@ -126,7 +108,8 @@ class DiskStates:
             slab.map_file(file.fd, offset_bytes, size_bytes)
         _, each_bytes, count = widths.disk_bytes(workload)
         self.slots = [device.host_slab(each_bytes) for _ in range(count)]
-        self.units = {workload.units[unit].ranges: StatesOnDisk(runs, self) for unit, runs in by_unit.items()}
+        in_slots = [[StatesInSlot(runs, self, slot) for slot in self.slots] for runs in by_unit.values()]
+        self.units = dict(zip(by_unit, in_slots, strict=True))
 
     def check_readable(self) -> None:
         """Read all pages; raise ``DiskError``. If a reader of the mapping found the failure, SIGBUS would end it."""

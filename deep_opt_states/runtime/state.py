@@ -17,7 +17,7 @@ from deep_opt_states.device.kernels.adam import (
     StateDtypes,
     UpdatedStates,
 )
-from deep_opt_states.runtime.disk_states import StatesOnDisk
+from deep_opt_states.runtime.disk_states import StatesInSlot
 from perf_model.schedule.placement import Placement
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -150,7 +150,8 @@ class Packing:
 class UnitState:
     """The ``parts`` of one unit, one per range, and the memory that depends on its kind.
 
-    ``packing`` is for a persistent unit that is published, ``shadow`` for an eager one, and ``disk`` for one on disk.
+    ``packing`` is for a persistent unit that is published, ``shadow`` for an eager one, and ``disk``, by disk slot, for
+    one on disk.
     """
 
     placement: Placement
@@ -158,7 +159,7 @@ class UnitState:
     resident: Resident | None = None
     packing: Packing | None = None
     shadow: Shadow | None = None
-    disk: StatesOnDisk | None = None
+    disk: Sequence[StatesInSlot] | None = None
 
     @property
     def length(self) -> int:
@@ -176,7 +177,7 @@ class UnitState:
         The states of a unit on disk are in ``disk_slot``.
         """
         if self.disk is not None and disk_slot is not None:
-            in_slot = self.disk.in_slot(disk_slot).parts
+            in_slot = self.disk[disk_slot].parts
             return [part.cpu_update(states) for part, states in zip(self.parts, in_slot, strict=True)]
         if self.shadow is None:
             return [part.cpu_update() for part in self.parts]
@@ -194,7 +195,7 @@ class UnitState:
         The states of a unit on disk are in ``disk_slot``.
         """
         if self.disk is not None and disk_slot is not None:
-            placed = zip(self.parts, self.disk.in_slot(disk_slot).parts, strict=True)
+            placed = zip(self.parts, self.disk[disk_slot].parts, strict=True)
             sources = [(part, states.master if part.publishes_master else part.rounded) for part, states in placed]
             return [(part.param, source) for part, source in sources if not part.cpu_writes_param], []
         if self.is_on_accelerator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,18 +164,8 @@ class StateMemory:
     @property
     def untouched(self) -> list[AdamTensors]:
         """Return the tensors in host memory whose pages the threads that update them should touch first."""
-        if self.disk is None:
-            return [tensors.adam_tensors for tensors in self.sub_groups]
-        found = []
-        for number, unit in enumerate(self.units):
-            in_slot = unit.disk.in_slot(number % len(self.disk.slots)).parts if unit.disk is not None else None
-            for index, part in enumerate(unit.parts):
-                tensors = self.sub_groups[part.sub_group].adam_tensors.narrow(part.elements)
-                if in_slot is not None:
-                    master, exp_avg, exp_avg_sq = in_slot[index]
-                    tensors = replace(tensors, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-                found.append(tensors)
-        return found
+        parts = [part for unit in self.units if unit.disk is None for part in unit.parts]
+        return [self.sub_groups[part.sub_group].adam_tensors.narrow(part.elements) for part in parts]
 
     def close(self) -> None:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""

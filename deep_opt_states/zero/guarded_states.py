@@ -83,10 +83,7 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
         return self._copied_by_the_host(states) if release_swap_buffers else states, group
 
     def _copied_by_the_host(self, states: Any) -> Any:
-        """Return a copy of ``states`` in host memory if some are on disk: only a part of a tensor is then page-locked.
-
-        A copy engine accepts no memory of which only a part is.
-        """
+        """Return a copy of ``states`` in host memory if some are on disk: only a part of a tensor is page-locked."""
         return states.detach().clone().cpu() if self._running.memory.disk is not None else states
 
     def offload_states(self, include: Any = None, **kwargs: Any) -> None:

@@ -92,11 +92,7 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     slab_bytes, disk = setup.widths.slab_bytes(plan.workload), setup.widths.disk_bytes(plan.workload)
     return [
         Reservation(kind=MemoryKind.PINNED, each_bytes=slab_bytes - disk.on_disk),
-        *(
-            [Reservation(kind=MemoryKind.PINNED, each_bytes=disk.each_slot, count=disk.num_slots)]
-            if disk.num_slots
-            else []
-        ),
+        Reservation(kind=MemoryKind.PINNED, each_bytes=disk.each_slot, count=disk.num_slots),
         *([Reservation(kind=MemoryKind.SHADOW, each_bytes=eager_bytes)] if eager_bytes else []),
         *(Reservation(kind=MemoryKind.ACCELERATOR, each_bytes=each, count=count) for each, count in tensors),
         *staging_buffers(plan, setup),

@@ -7,6 +7,7 @@ PyTorch's allocator of pinned memory would round each tensor up to a power of tw
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
 ALIGNMENT_BYTES = 64
 """The size of a cache line, which no two tensors share."""
 
-PAGE_BYTES = 4096
+PAGE_BYTES = mmap.PAGESIZE
 """The unit of memory mappings and of direct I/O. With states on disk, each tensor starts at a page."""
 
 NUM_DISK_SLOTS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import threading
@@ -104,7 +105,7 @@ SETTINGS: list[tuple[dict[str, Any], str, str]] = [
     (STAGE_0, "zero_optimization.stage: must be 3, found 0", 'set "stage": 3'),
     ({f"{ZERO}offload_optimizer": None}, 'device: must be "cpu" or "nvme", found none', 'Set "offload_optimizer"'),
     ({f"{OFFLOAD}device": "nvme"}, 'nvme_path: is needed with "device": "nvme", found nothing', "Set it to a folder"),
-    ({**NVME, f"{OFFLOAD}nvme_path": "/no"}, "nvme_path: must be a folder, found none at /no", "Create it"),
+    ({**NVME, f"{OFFLOAD}nvme_path": "/no"}, "can create files, found /no: No such file", "Create it"),
     ({**NVME, **BF16_MASTERS}, "bf16.bf16_optimizer_states: must be true with", "Set it, or use"),
     ({"deep_optimizer_states.host_memory_gb": 5.0}, 'host_memory_gb: belongs to "device": "nvme"', "Remove the key"),
     (NVME_PARAMETERS, 'offload_param.device: must be "none" or "cpu", found nvme', 'set "device": "cpu"'),
@@ -153,13 +154,13 @@ XPU = SimpleNamespace(device_name=lambda: "xpu")
 # As on CUDA, the CPU kernel cannot update a slot.
 ON_GPU = devices.AcceleratorChoice(HostDevice(), slots_on_host=False)
 
-NO_ACCESS = mock.patch.object(os, "access", return_value=False)
+NO_ACCESS = mock.patch.object(os, "open", side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 ON_XPU = mock.patch.object(devices, "get_accelerator", return_value=XPU)
 WITHOUT_KERNEL = mock.patch.object(plugin, "choose_device", return_value=ON_GPU)
 
 REFUSED = [
     Attempt({**STAGE_0, **CLIENT}, *SETTINGS[0][1:], second_group()),
-    Attempt(NVME, "nvme_path: must be writable by this user", "Name a folder of yours", patch=NO_ACCESS),
+    Attempt(NVME, "can create files, found /tmp: Permission denied", "name a folder of yours", patch=NO_ACCESS),
     Attempt({}, 'must be "cuda" or "cpu", found \'xpu\'', '"enabled": false', patch=ON_XPU, converts=True),
     Attempt(ALL_UNITS, "need a GPU Adam kernel", '"placement": "cpu"', patch=WITHOUT_KERNEL, converts=True),
     *(Attempt(*setting) for setting in SETTINGS),

@@ -210,8 +210,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
     executor = Executor(here.schedule, units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
     untouched, touched, host = memory.untouched, 0, size(memory_of(plan, context.setup).pinned_bytes)
-    numel = sum(tensors.master.numel() for tensors in untouched)
-    with waiting(lambda: f"preparing {host} of host memory, {touched / numel:.0%} of the states touched"):
+    with waiting(lambda: f"preparing {host} of host memory, {touched / plan.workload.numel:.0%} of the states touched"):
         for tensors in untouched:
             executor.touch([tensors])
             touched += tensors.master.numel()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,7 +19,7 @@ from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
 from perf_model.prediction.cost import CostModel, DiskRates
-from perf_model.schedule.host_layout import PAGE_BYTES, Widths
+from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB, size
@@ -48,14 +46,6 @@ def with_nvme_path(config: Config, offload: Any) -> Config:
 
 def check_folders(config: Config) -> list[str]:
     """Return doubts about the folders of ``nvme_paths``. Raise ``ConfigError`` for one that cannot hold states."""
-    remedy = "Name a folder of yours on a local disk."
-    for number, folder in enumerate(map(Path, config.nvme_paths or [])):
-        rule = "nvme_path" if number == 0 else f"{CONFIG_KEY}.nvme_paths"
-        if not folder.is_dir():
-            raise ConfigError(f"{rule}: must be a folder, found none at {folder}.\nCreate it. Or: {remedy}")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            found = f"{folder} of user {folder.stat().st_uid}, which is not"
-            raise ConfigError(f"{rule}: must be writable by this user, {os.getuid()}, found {found}.\n{remedy}")
     try:
         return doubts([Path(path) for path in config.nvme_paths or []])
     except DiskError as error:
@@ -88,19 +78,12 @@ def choose_states_on_disk(
             f"{size(host_bytes)} {source}: training may run out of host memory. Use more "
             'nodes, or set a larger "host_memory_gb"'
         )
-    if mmap.PAGESIZE != PAGE_BYTES:
-        raise DiskError(
-            f"States on disk are in pages of {PAGE_BYTES} bytes, found {mmap.PAGESIZE} on this machine.\n"
-            'Set "offload_optimizer": {"device": "cpu"}.'
-        )
     folders = [Path(path) for path in config.nvme_paths]
     # Before the states, a measurement takes space on all ranks at the same time.
     each_bytes = max(-(-numel * widths.states // len(folders)), MEASURED_BYTES if numel else 0)
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
     for doubt in sorted(set(chain(*Ranks().gather(raise_together(lambda: doubts(folders)))))):
         log.warn(doubt)
-    if numel == 0:
-        log.info(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
     return placed
 
 
