@@ -71,7 +71,9 @@ class CudaDevice:
         torch.cuda.set_device(self._device)
 
     def stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device))
+        # With the priority of the model's stream, a small kernel of an update would wait for a whole product of
+        # matrices, not only for some of its blocks: unit by unit if the slots are full.
+        return CudaStream(torch.cuda.Stream(self._device, priority=-1))
 
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device))

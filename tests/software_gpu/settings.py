@@ -19,11 +19,11 @@ class MachineRates:
 
     Copies and host memory are in bytes per second. ``pageable`` limits copies from and to pageable memory. Kernels take
     ``launch_s`` and then the time of their floating-point operations if they are products of matrices, else of the
-    bytes that they read and write. A product stands for ``kernels_per_product`` kernels of the emulated run, and the
-    GPU executes kernels of other streams between them. Every copy between host and device begins with
-    ``copy_latency_s``. The GPU's Adam updates ``adam_params_per_s``. The model's kernels lose the shares
-    ``slowed_by_host_work`` and ``slowed_by_copies`` of their speed while the host updates, and while a copy between
-    host and device runs.
+    bytes that they read and write. A product stands for ``kernels_per_product`` kernels of the emulated run, or waves
+    of their thread blocks, and the GPU executes kernels of other streams between them. Every copy between host and
+    device begins with ``copy_latency_s``. The GPU's Adam updates ``adam_params_per_s``. The model's kernels lose the
+    shares ``slowed_by_host_work`` and ``slowed_by_copies`` of their speed while the host updates, and while a copy
+    between host and device runs.
     """
 
     h2d: float = UNLIMITED
