@@ -13,7 +13,7 @@ from subprocess import SubprocessError
 import torch
 
 FOLDER = Path(__file__).parent / "csrc"
-SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp")
+SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp", "avx512_bf16.cpp")
 
 # Only the source fuses products. Support for errno and traps would prevent vectorized loops.
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -40,6 +40,7 @@ class InstructionSet(IntEnum):
     PLAIN = 0
     AVX2 = 1
     AVX512 = 2
+    AVX512_BF16 = 3
 
 
 class CScalars(ctypes.Structure):

@@ -26,6 +26,9 @@ void stay_on(std::int32_t core) {
 }
 
 Loop loop_of(std::int32_t instruction_set) {
+#if defined(HAS_AVX512_BF16)
+  if (instruction_set == 3) return update_avx512_bf16;
+#endif
 #if defined(__x86_64__)
   if (instruction_set == 2) return update_avx512;
   if (instruction_set == 1) return update_avx2;
@@ -69,11 +72,14 @@ std::int64_t size_of(std::int32_t dtype) { return dtype == kNone ? 0 : dtype == 
 
 extern "C" {
 
-// 2: AVX-512, 1: AVX2 with FMA and F16C, 0: neither.
+// 3: AVX-512 with BF16, 2: AVX-512, 1: AVX2 with FMA and F16C, 0: none of them.
 std::int32_t deep_opt_states_instruction_set() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
+#if defined(HAS_AVX512_BF16)
+    if (__builtin_cpu_supports("avx512bf16")) return 3;
+#endif
     return 2;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;

@@ -46,6 +46,11 @@ struct Update {
 // The loop of one instruction set over elements [begin, end), all of them before the cut.
 using Loop = void (*)(const Update& update, std::int64_t begin, std::int64_t end);
 
+#if defined(__x86_64__) && __GNUC__ >= 10
+#define HAS_AVX512_BF16
+#endif
+
+void update_avx512_bf16(const Update& update, std::int64_t begin, std::int64_t end);
 void update_avx512(const Update& update, std::int64_t begin, std::int64_t end);
 void update_avx2(const Update& update, std::int64_t begin, std::int64_t end);
 void update_plain(const Update& update, std::int64_t begin, std::int64_t end);
