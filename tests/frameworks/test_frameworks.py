@@ -37,14 +37,19 @@ from tests.tiers import thorough
 EXAMPLES = REPOSITORY / "examples"
 PLAN = r"\[deep_opt_states\] \d+ units, .* [1-9]\d* streamed"
 STEPS = 2
+TRAINER = ("hf_trainer.py", "hf_trainer.py, bf16 states")
+BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
-def write_config(folder: Path, block: bool = True) -> Path:
+def write_config(folder: Path, block: bool = True, bf16_states: bool = False) -> Path:
     """Write the examples' config, with more sub-groups and fewer persistent parameters."""
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     config["zero_optimization"].update(sub_group_size=300_000, stage3_param_persistence_threshold=10_000)
     # The learning rate is positive from the first step on, so that the resumed parameters differ from the initial ones.
     config["scheduler"]["params"]["warmup_min_lr"] = 1e-4
+    if bf16_states:
+        config["bf16"] |= BF16_STATES
+        config["optimizer"]["params"]["fp32_optimizer_states"] = False
     if not block:
         del config["deep_optimizer_states"]
     path = folder / "ds_config.json"
@@ -52,10 +57,10 @@ def write_config(folder: Path, block: bool = True) -> Path:
     return path
 
 
-def check_checkpoints(found: Path, expected: Path) -> None:
+def check_checkpoints(found: Path, expected: Path, moments: torch.dtype = torch.float32) -> None:
     """Check that both folders have the same tensors, among them states of Adam."""
     stock = saved(expected)
-    assert any("exp_avg_sq" in key for key in stock)
+    assert {tensor.dtype for key, tensor in stock.items() if "exp_avg_sq" in key} == {moments}
     assert differences(stock, saved(found)) == []
 
 
@@ -63,13 +68,15 @@ def check_checkpoints(found: Path, expected: Path) -> None:
 @pytest.mark.P3
 @pytest.mark.P4
 # ``software_gpu/training`` has the Trainer, too.
-@pytest.mark.parametrize("example", ["accelerated.py", "with_lightning.py", thorough("hf_trainer.py")])
+@pytest.mark.parametrize("example", ["accelerated.py, bf16 states", "with_lightning.py", *map(thorough, TRAINER)])
 @ranks(1, group=nullcontext)
 def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(example: str, tmp_path: Path) -> None:
     """Compare checkpoints after each step with stock's, which is not interrupted. Updates outlast ``step()``."""
     from accelerate.state import AcceleratorState, PartialState
 
-    config, runs, step = write_config(tmp_path), [], deepspeed.DeepSpeedEngine.step
+    example, _, states = example.partition(", ")
+    config, step = write_config(tmp_path, bf16_states=states != ""), deepspeed.DeepSpeedEngine.step
+    runs: list[tuple[str, bool]] = []
 
     def watched_step(engine: Any, *args: Any, **kwargs: Any) -> None:
         step(engine, *args, **kwargs)
@@ -95,7 +102,7 @@ def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(example: str, tmp
             runpy.run_path(str(EXAMPLES / example), run_name="__main__")
     stock, plugin = ("DeepSpeedZeroOptimizer_Stage3", False), ("DeepOptimizerStates_Stage3", True)
     assert runs == [stock] * STEPS + [plugin] * STEPS
-    check_checkpoints(tmp_path / "plugin", tmp_path / "stock")
+    check_checkpoints(tmp_path / "plugin", tmp_path / "stock", torch.bfloat16 if states else torch.float32)
 
 
 TORCHRUN = "{python} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1"
