@@ -20,18 +20,23 @@ import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
-from peft import LoraConfig, get_peft_model
 
-from tests.ranks import on_ranks
-from tests.tiny_llama import VOCABULARY, WIDTH, LossOfCausalModel, tiny_llama
+from tests.ranks import on_ranks, ranks
+from tests.tiers import thorough
 from tests.zero.parity.case import STRIDE_2, Case
-from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, recorded, shared_folder, train
+from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, shared_folder, train
 from tests.zero.test_monitoring import Wandb
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
+VOCABULARY, WIDTH = 96, 32
 
 
 def lora() -> torch.nn.Module:
+    # Imported here, because most ranks need neither library, and importing them takes longer than training.
+    from peft import LoraConfig, get_peft_model
+
+    from tests.tiny_llama import LossOfCausalModel, tiny_llama
+
     config = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0)
     return LossOfCausalModel(get_peft_model(tiny_llama().model, config))
 
@@ -59,58 +64,52 @@ def attend(*qkv: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2).contiguous()
 
 
-def train_model(make_model: Callable[[], torch.nn.Module], block: Block, backend: str) -> Record:
+def train_model(make_model: Callable[[], torch.nn.Module], block: Block) -> Record:
     torch.manual_seed(0)
     model = make_model()
     world_size = dist.get_world_size()
     extra = {"sequence_parallel_size": world_size, "data_parallel_size": 1} if make_model is Ulysses else {}
-    case = Case(name="library", blocks=(), clip=0.1, world_size=world_size, sub_group_size=2000, extra=extra)
+    case = Case(name="library", blocks=(), steps=5, clip=0.1, world_size=world_size, sub_group_size=2000, extra=extra)
     trainable = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=case.ds_config(block))
-    if backend:
-        engine.compile(backend=backend)
-    losses, norms = [], []
-    for step in range(5):
+
+    def tokens(_: Case, step: int, micro_batch: int) -> tuple[torch.Tensor]:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss = engine(torch.randint(0, VOCABULARY, (2, 16), generator=generator))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        norms.append(float(engine.get_global_grad_norm()))
-    record = recorded(engine)
-    record.optimizer_class = type(engine.optimizer).__name__
-    record.numbers |= {"loss": losses, "norm": norms}
+        return (torch.randint(0, VOCABULARY, (2, 16), generator=generator),)
+
+    record = train(engine, case, Path(), tokens)
     engine.destroy()
     return record
 
 
-def one_layer() -> torch.nn.Module:
-    return tiny_llama(num_hidden_layers=1)
-
-
 @pytest.mark.P1
-@pytest.mark.parametrize(
-    ("make_model", "world_size", "backend"),
-    [
-        (lora, 1, ""),
-        (Ulysses, 2, ""),
-        (one_layer, 1, "eager"),
-        # Each layer is compiled anew, which takes long.
-        pytest.param(one_layer, 1, "inductor", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize(("make_model", "world_size"), [(lora, 1), (Ulysses, 2)])
 def test_models_of_libraries_train_to_the_bits_of_stock(
-    make_model: Callable[[], torch.nn.Module], world_size: int, backend: str
+    make_model: Callable[[], torch.nn.Module], world_size: int
 ) -> None:
-    on_ranks(world_size, compare_models, make_model, backend)
+    on_ranks(world_size, compare_models, make_model)
 
 
-def compare_models(make_model: Callable[[], torch.nn.Module], backend: str) -> None:
-    stock, ours = (train_model(make_model, block, backend) for block in (None, STRIDE_2))
+def compare_models(make_model: Callable[[], torch.nn.Module]) -> None:
+    stock, ours = (train_model(make_model, block) for block in (None, STRIDE_2))
     assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
     assert len(ours.numbers["step"]) >= 3
     assert any(norm > 0.1 for norm in stock.numbers["norm"]), "clipping was never active"
     assert_same_bits(stock, ours)
+
+
+@pytest.mark.P1
+@pytest.mark.parametrize("backend", ["eager", thorough("inductor")])
+@ranks(1)
+def test_a_compiled_model_trains_to_the_bits_of_stock(backend: str) -> None:
+    case = Case(name="compiled", blocks=(), clip=0.5, steps=5)
+    records = []
+    for block in (None, STRIDE_2):
+        with closing_engine(case, block) as engine:
+            engine.compile(backend=backend)
+            assert engine.is_compiled
+            records.append(train(engine, case, Path()))
+    assert_same_bits(*records)
 
 
 OTHER_BLOCKS: dict[str, dict[str, Any]] = {
@@ -143,10 +142,9 @@ Collectives = dict[str, Counter[int]]
 
 def train_with(case: Case, block: Block, folder: Path) -> tuple[Record, Collectives]:
     """Return the record, and how often each collective ran, by size."""
-    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
+    comm.comms_logger.comms_dict.clear()
     with (
         mock.patch.dict(sys.modules, wandb=Wandb()),
         closing_engine(case, block) as engine,
@@ -163,12 +161,15 @@ def train_with(case: Case, block: Block, folder: Path) -> tuple[Record, Collecti
 
 @pytest.mark.P1
 @pytest.mark.parametrize("name", OTHER_BLOCKS)
+@ranks(2)
 def test_training_with_another_block_has_the_bits_and_the_collectives_of_stock(name: str, tmp_path: Path) -> None:
     """Check how often each collective ran with each size, with two exceptions.
 
     Forward waits between its gathers, so that they are grouped otherwise. In a step that is skipped because of an
     overflow, the plugin reduces the norms of the sub-groups together with the overflow, and stock reduces none.
     """
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     block = OTHER_BLOCKS[name]
     in_fp16 = "fp16" in block
     case = Case(
@@ -183,16 +184,14 @@ def test_training_with_another_block_has_the_bits_and_the_collectives_of_stock(n
         reload=(2, 3) if "checkpoint" in block else None,
         extra=block,
     )
-    of_stock, of_ours = (
-        on_ranks(2, train_with, case, block, tmp_path / arm) for arm, block in (("stock", None), ("ours", STRIDE_2))
-    )
-    for (stock, logged), (ours, logged_by_ours) in zip(of_stock, of_ours, strict=True):
-        assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
-        assert len(ours.numbers["step"]) >= 4
-        assert_same_bits(stock, ours)
-        assert (ours.deferred > 0) == ("flops_profiler" not in block)
-        assert {"barrier", "all_reduce"} <= logged.keys() == logged_by_ours.keys()
-        gathered = [log.pop("all_gather_into_tensor") for log in (logged, logged_by_ours)]
-        assert len({sum(size * count for size, count in counts.items()) for counts in gathered}) == 1
-        logged["all_reduce"][4] += len(ours.numbers["step"]) if in_fp16 else 0
-        assert logged == logged_by_ours
+    stock, logged = train_with(case, None, tmp_path / "stock")
+    ours, logged_by_ours = train_with(case, STRIDE_2, tmp_path / "ours")
+    assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
+    assert len(ours.numbers["step"]) >= 4
+    assert_same_bits(stock, ours)
+    assert (ours.deferred > 0) == ("flops_profiler" not in block)
+    assert {"barrier", "all_reduce"} <= logged.keys() == logged_by_ours.keys()
+    gathered = [log.pop("all_gather_into_tensor") for log in (logged, logged_by_ours)]
+    assert len({sum(size * count for size, count in counts.items()) for counts in gathered}) == 1
+    logged["all_reduce"][4] += len(ours.numbers["step"]) if in_fp16 else 0
+    assert logged == logged_by_ours

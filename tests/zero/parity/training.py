@@ -149,8 +149,20 @@ def shared_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def train(engine: Any, case: Case, folder: Path) -> Record:
-    """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record."""
+def parity_inputs(case: Case, step: int, micro_batch: int) -> tuple[Any, ...]:
+    """Return the arguments of a ``ParityNet`` for this rank's micro-batch, which is counted over all steps."""
+    x, target = batch(case, dist.get_rank(), micro_batch, DTYPES[case.dtype])
+    sometimes: float | None = 1.0
+    if micro_batch in case.skips_sometimes:
+        sometimes = 0.0 if case.zero_instead_of_skip else None
+    return x, target, sometimes, case.poisoned.get(step, 1.0)
+
+
+def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any, ...]] = parity_inputs) -> Record:
+    """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record.
+
+    ``inputs`` has the parameters of ``parity_inputs``, and returns the arguments of a model that returns its loss.
+    """
     record = Record(optimizer_class=type(engine.optimizer).__name__)
     # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
     losses: list[torch.Tensor] = []
@@ -161,14 +173,13 @@ def train(engine: Any, case: Case, folder: Path) -> Record:
     micro_batch = 0
     for step in range(case.steps):
         for position in range(case.accumulation):
-            x, target = batch(case, dist.get_rank(), micro_batch, DTYPES[case.dtype])
-            sometimes: float | None = 1.0
-            if micro_batch in case.skips_sometimes:
-                sometimes = 0.0 if case.zero_instead_of_skip else None
             # A blocking copy would prevent the overlap, too.
-            x, target = (tensor.to(engine.device, non_blocking=True) for tensor in (x, target))
+            arguments = (
+                value.to(engine.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for value in inputs(case, step, micro_batch)
+            )
             with recorded_forward(engine.optimizer, record):
-                loss = engine(x, target, sometimes, case.poisoned.get(step, 1.0))
+                loss = engine(*arguments)
             engine.backward(loss)
             if not case.caller_accumulates or position == case.accumulation - 1:
                 engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -15,7 +16,9 @@ from deep_opt_states.zero.internals.compat import partitions_by_name
 from perf_model.training_run.job import shard_numel
 from tests.tiny_llama import VOCABULARY, tiny_llama
 from tests.zero.on_accelerator import on_accelerator
-from tests.zero.parity.training import Block, Record, collect, placements_by_name, recorded_forward
+from tests.zero.parity import training
+from tests.zero.parity.case import Case
+from tests.zero.parity.training import Block, Record, placements_by_name
 from tests.zero.tensor_parallel.layouts import MODEL_RANKS, SharedModel, data_rank, model_rank
 
 BY_NAME = "rules by name"
@@ -23,10 +26,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {"streamed": {"placement": "streamed", "
 ARMS = (*PLACEMENTS, BY_NAME)
 """The names of the plugin's placements in a case. The rules by name depend on the layout."""
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clipping": {"gradient_clipping": 0.1},
-    "accumulation 2": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
+    "clipping": {"clip": 0.1},
+    "accumulation 2": {"accumulation": 2, "clip": 0.1},
 }
 
 
@@ -42,9 +45,19 @@ class TensorParallelCase:
     setting: str
     zero_init: bool
 
-    @property
-    def name(self) -> str:
-        return f"{self.layout}, {self.dtype}, {self.setting}{', zero.Init' if self.zero_init else ''}"
+    def parity_case(self, layout: SharedModel, steps: int) -> Case:
+        return Case(
+            name=f"{self.layout}, {self.dtype}, {self.setting}",
+            blocks=(),
+            # The ranks among which DeepSpeed divides the states.
+            world_size=max(1, dist.get_world_size() // MODEL_RANKS),
+            dtype=self.dtype,
+            steps=steps,
+            sub_group_size=2000,
+            zero={"stage3_param_persistence_threshold": 100},
+            extra=layout.config,
+            **SETTINGS[self.setting],
+        )
 
 
 QUICK = (
@@ -64,34 +77,10 @@ STEPS = 5
 OVERFLOW_STEP = 2
 
 
-def ds_config(case: TensorParallelCase, layout: SharedModel, block: Block) -> dict[str, Any]:
-    """Return the DeepSpeed config of the case, with the plugin's block unless that is None."""
-    dtypes: dict[str, dict[str, Any]] = {
-        "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 1}},
-        "fp32": {},
-    }
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": 2000 // max(1, dist.get_world_size() // MODEL_RANKS),
-            "stage3_param_persistence_threshold": 100,
-        },
-        **dtypes[case.dtype],
-        **SETTINGS[case.setting],
-        **layout.config,
-        **({} if block is None else {"deep_optimizer_states": block}),
-    }
-
-
 @contextmanager
 def closing_engine_of(case: TensorParallelCase, layout: SharedModel, block: Block) -> Iterator[Any]:
     """Yield an engine of the layout's model, initialized the same whenever case and rank are; destroy it at the end."""
-    config = ds_config(case, layout, block)
+    config = case.parity_case(layout, STEPS).ds_config(block)
     torch.manual_seed(3)
     init = deepspeed.zero.Init(config_dict_or_path=config, mpu=layout.mpu) if case.zero_init else nullcontext()
     with init:
@@ -118,12 +107,13 @@ def tokens_of(step: int) -> torch.Tensor:
 
 def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int = STEPS) -> Record:
     """Train, and return every value that must have stock's bits."""
-    record = Record(optimizer_class=type(engine.optimizer).__name__)
-    scales, skipped = record.numbers["loss_scale"], record.numbers["skipped"] = [], []
-    # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
-    losses: list[torch.Tensor] = []
-    norms: list[Any] = []
     overflowing = False
+
+    def inputs(_: Case, step: int, micro_batch: int) -> tuple[torch.Tensor]:
+        nonlocal overflowing
+        overflowing = step == OVERFLOW_STEP
+        return (tokens_of(micro_batch),)
+
     if case.dtype == "fp16" and model_rank() == MODEL_RANKS - 1:
         (param,) = (
             param
@@ -131,21 +121,7 @@ def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int
             if layout.sharded in name and name.endswith("weight") and ("layers" not in name or "layers.1" in name)
         )
         param.register_hook(lambda grad: grad * float("inf") if overflowing else None)
-    for step in range(steps):
-        overflowing = step == OVERFLOW_STEP
-        for micro_batch in range(engine.gradient_accumulation_steps()):
-            with recorded_forward(engine.optimizer, record):
-                loss = engine(tokens_of(10 * step + micro_batch))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        norms.append(engine.get_global_grad_norm())
-        scales.append(float(engine.optimizer.loss_scale))
-        skipped.append(engine.skipped_steps)
-    record.numbers["loss"] = [loss.item() for loss in losses]
-    record.numbers["norm"] = [float(norm) for norm in norms]
-    collect(engine.optimizer, record)
-    return record
+    return training.train(engine, case.parity_case(layout, steps), Path(), inputs)
 
 
 def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int = STEPS) -> Record:
