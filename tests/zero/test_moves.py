@@ -5,7 +5,7 @@ In some cases the user reads states and sets gradients between a backward, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,11 +18,6 @@ from deepspeed import utils
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from deep_opt_states.runtime.executor import Executor
-from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.state_memory import StateMemory
-from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
-from deep_opt_states.zero.step.gradients import Gradients
 from tests.ranks import ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import CPU, SERIAL, STREAMED, STRIDE_2, WITHOUT_BACKWARD_OVERLAP, Case
@@ -149,43 +144,6 @@ def test_a_thousand_units_that_move_between_steps_leave_the_bits_of_stock() -> N
     assert sum(moved.kinds.total() for moved in counts) >= 1000
     for name in ("recut_plans", "evictions", "restorations"):
         assert sum(getattr(moved, name) for moved in counts) >= 5, name
-
-
-def load_nothing(self: ResidentStates) -> None:
-    """Record that all states are loaded, but copy none."""
-    for _, resident in self._units:
-        resident.is_loaded = True
-
-
-def keep_first_segments(self: Gradients, buffers: Sequence[GradientBuffer]) -> None:
-    """Use ``buffers`` in updates, but the first ones in backward."""
-    first = vars(self).get("_segments")
-    set_buffers(self, buffers)
-    self._segments = first or self._segments
-
-
-set_buffers = Gradients.set_buffers
-
-
-@ranks(1)
-def test_every_naive_way_to_move_changes_bits() -> None:
-    case = Case(name="naive", blocks=(), steps=16, clip=0.5, sometimes=True, unused=True, reload=(9, 14))
-    stock = run_variant(case, None)
-
-    def moved() -> list[str]:
-        with random_moves(1, MoveCounts(), change_after=1.0):
-            return differences(stock, run_variant(case, CPU))
-
-    assert not moved()
-    for owner, method, naive in (
-        (Executor, "sync_states_to_host", lambda self: None),
-        (ResidentStates, "load", load_nothing),
-        (StateMemory, "_move_gradients", lambda self, units: None),
-        (Gradients, "set_buffers", keep_first_segments),
-    ):
-        with mock.patch.object(owner, method, naive):
-            found = moved()
-        assert found, method
 
 
 @ranks(1)

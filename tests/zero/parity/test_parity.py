@@ -7,7 +7,6 @@ These tests train on the CPU accelerator: ``make test`` the short list ``ON_CPU`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -18,16 +17,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.device.kernels import library
-from deep_opt_states.device.kernels.adam import AdamStep, ElementRange, RangeUpdate
-from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import KernelUnavailable
-from deep_opt_states.device.kernels.scalars import BetaPowers
 from deep_opt_states.zero.step.eager import MOST_IN_VAIN
-from deep_opt_states.zero.step.gradients import Gradients
 from tests.ranks import on_ranks, ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
-from tests.zero.parity.cases import BASE_GROUP, CASES, DEPARTURES, ON_CPU, TWO_BETAS
+from tests.zero.parity.cases import CASES, DEPARTURES, ON_CPU
 from tests.zero.parity.training import assert_same_bits, differences, run_variant, same_as_stock
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
@@ -97,54 +92,6 @@ def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one() -> None:
         for block in case.blocks:
             assert_same_bits(zeroed, run_variant(case, block))
         assert differences(zeroed, run_variant(case, None)), case.name
-
-
-def compute_powers_when_used(self: FusedAdam, steps: Sequence[AdamStep]) -> None:
-    """Advance beta^t when each update runs: in the order of the schedule instead of stock's order."""
-    self._scalars = mock.MagicMock()
-    self._scalars.__getitem__.side_effect = lambda sub_group: self._powers.scalars([steps[sub_group]])[0]
-
-
-def compute_powers_by_pow(self: FusedAdam, steps: Sequence[AdamStep]) -> None:
-    """Compute beta^t anew in each step, as in the formula."""
-    self._scalars = [BetaPowers((0.0, 0.0), adamw=self._adamw).scalars([step])[0] for step in steps]
-
-
-update_ranges, complete_window = FusedAdam.update_ranges, Gradients.complete_window
-
-
-def update_in_two_parts(self: FusedAdam, updates: Sequence[RangeUpdate]) -> None:
-    """Update each range in two parts, as if each part were a sub-group with a vector tail of its own."""
-    for update in updates:
-        numel = update.tensors.master.numel()
-        middle = numel // 2 + 1
-        for begin, end in ((0, middle), (middle, numel)):
-            half = update.tensors.narrow(ElementRange(begin=begin, end=end, sub_group_numel=numel))
-            update_ranges(self, [replace(update, tensors=half, element_range=ElementRange.whole(end - begin))])
-
-
-def keep_stale_gradients(self: Gradients) -> None:
-    """Leave a missing gradient as the last step left it."""
-    self._stale.clear()
-    complete_window(self)
-
-
-@ranks(1)
-def test_every_naive_rewrite_changes_bits() -> None:
-    groups = (*TWO_BETAS, BASE_GROUP)
-    case = Case(name="naive", blocks=(), steps=30, groups=groups, sometimes=True, skips_sometimes=frozenset({3, 4, 6}))
-    stock = run_variant(replace(case, zero_instead_of_skip=True), None)
-    assert not differences(stock, run_variant(case, STRIDE_2))
-    case = replace(case, steps=8)
-    stock = run_variant(replace(case, zero_instead_of_skip=True), None)
-    for owner, method, naive in (
-        (FusedAdam, "begin_step", compute_powers_when_used),
-        (FusedAdam, "begin_step", compute_powers_by_pow),
-        (FusedAdam, "update_ranges", update_in_two_parts),
-        (Gradients, "complete_window", keep_stale_gradients),
-    ):
-        with mock.patch.object(owner, method, naive):
-            assert differences(stock, run_variant(case, STRIDE_2)), naive.__name__
 
 
 @pytest.mark.P1
