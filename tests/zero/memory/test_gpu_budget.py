@@ -53,21 +53,6 @@ def test_the_budget_is_once_all_that_is_free_after_the_observed_steps_less_the_m
     assert BudgetedTraining(950).held == 0, "less than the margin is free"
 
 
-def test_what_rules_require_is_allowed_until_memory_is_short() -> None:
-    for training in (BudgetedTraining(), BudgetedTraining(limit=0)):
-        training.budget.require(300)
-        training.held = 300
-        assert training.steps(*[600] * 10, 680) == [300] * 10 + [1000 - 680 - MARGIN]
-
-
-def test_memory_that_is_not_held_yet_follows_every_growth_of_the_need() -> None:
-    """Check the steps between the first budget and the first plan that uses it."""
-    budget = BudgetedTraining().budget
-    for needs, allowed in ((300, 0), (300, 0), (300, 600), (301, 599), (700, 200), (300, 200), (950, 0), (300, 0)):
-        budget.observe(1000 - needs, 0, 0)
-        assert budget.bytes == allowed
-
-
 def test_memory_is_short_when_half_of_the_margin_is_taken() -> None:
     for more, allowed in ((HALF, 300), (HALF + 1, 300 - HALF - 1)):
         training = BudgetedTraining(600)

@@ -1,4 +1,7 @@
-"""Check when a rank plans, evicts and reserves memory again, and that a failed allocation is logged at the end."""
+"""Check when ranks plan for the memory of the GPU, and that a failed allocation is logged at the end.
+
+``tests/software_gpu/filled_gpu`` trains until memory is short, and checks what is evicted and planned then.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ REQUEST = PlanRequest(
 
 
 class RecordedPlan:
-    """A ``RunningPlan`` without states, which lists its calls. ``failures``: whether the next restorations fail."""
+    """A ``RunningPlan`` without states, which lists its calls."""
 
     uses = None
     gradients = SimpleNamespace(have_device_accumulators=False)
@@ -46,7 +49,6 @@ class RecordedPlan:
     def __init__(self, plan: UpdatePlan) -> None:
         self.plan, self.is_evicted, self.measured = plan, False, WINDOWS
         self.calls: list[str] = []
-        self.failures: list[bool] = []
 
     @property
     def windows(self) -> Any:
@@ -66,8 +68,8 @@ class RecordedPlan:
 
     def restore(self) -> bool:
         self.calls.append("restore")
-        self.is_evicted = self.failures.pop(0) if self.failures else False
-        return not self.is_evicted
+        self.is_evicted = False
+        return True
 
 
 class TrainingOfOneRank:
@@ -146,41 +148,6 @@ def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(trai
     training.peers = [(5 * GB, True, WINDOWS, 0)]
     assert training.step()
     assert 0 < training.held_bytes <= 5 * GB, "the least of all ranks"
-
-
-@pytest.mark.P6
-@pytest.mark.parametrize("cause", ["a larger peak or another process", "a retry", "memory that cannot be reserved"])
-def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: TrainingOfOneRank, cause: str) -> None:
-    if cause == "memory that cannot be reserved":
-        training.running.failures = [True]
-        assert [training.step() for _ in range(FIRST_STEPS)][-1]
-        assert training.running.is_evicted
-        most_bytes = training.memory.bytes // 2
-    else:
-        most_bytes = filled(training).held_bytes // 2
-        if cause == "a retry":
-            training.retries += 1
-        else:
-            training.free_bytes, most_bytes = 4 * GB, 3 * GB
-        assert not training.step()
-    assert training.memory.is_short
-    training.running.calls.clear()
-    assert [training.step() for _ in range(20)] == [False, True] + [False] * 18
-    assert training.running.calls[:4] == ["evict", "measure", "adopt", "restore"]
-    assert 0 < training.held_bytes <= most_bytes
-
-
-@pytest.mark.P6
-def test_evicted_states_return_when_the_need_is_known_and_the_plan_stays(training: TrainingOfOneRank) -> None:
-    plan = filled(training).running.plan
-    training.running.calls.clear()
-    training.memory.evict("in a test")
-    assert not training.memory.adapt(is_short_anywhere=False)
-    assert training.running.is_evicted, "the backward of this forward has not shown its need"
-    training.memory.observe()
-    assert not training.step()
-    assert [call for call in training.running.calls if call != "measure"] == ["evict", "restore"]
-    assert training.running.plan is plan
 
 
 @pytest.mark.P6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
@@ -11,35 +9,15 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind
-
-
-class ClockOfOneStream:
-    """A device with one stream, whose work ends when it is issued, and a clock that the test moves."""
-
-    now_s = 0.0
-
-    def event(self) -> SimpleNamespace:
-        moment = SimpleNamespace(at_s=-1.0)
-        moment.seconds_after = lambda origin: moment.at_s - origin.at_s
-        moment.synchronize = lambda: self.ensure_recorded(moment)
-        return moment
-
-    def ensure_recorded(self, moment: SimpleNamespace) -> None:
-        assert moment.at_s >= 0.0, "nothing waits for an event that is not recorded"
-
-    def current_stream(self) -> ClockOfOneStream:
-        return self
-
-    def record(self, event: SimpleNamespace) -> None:
-        event.at_s = self.now_s
+from tests.profiler.virtual import VirtualDevice
 
 
 class TrainingBesideUpdates:
     """Steps with a forward and a backward of some seconds. Deferred updates on the CPU last 1 s."""
 
     def __init__(self, updates: int = FIRST_UPDATES) -> None:
-        self.device = ClockOfOneStream()
-        self.windows = MeasuredWindows(self.device, updates, needs_forward=updates > 0)  # type: ignore[arg-type]
+        self.device = VirtualDevice()
+        self.windows = MeasuredWindows(self.device, updates, needs_forward=updates > 0)
         self.inside: list[bool] = []
 
     def found(self) -> tuple[float, float]:
@@ -129,7 +107,7 @@ def test_nothing_is_measured_where_nothing_needs_the_windows() -> None:
 
 
 def test_without_an_update_beside_forward_only_backward_is_measured() -> None:
-    windows = MeasuredWindows(ClockOfOneStream(), FIRST_UPDATES, needs_forward=False)  # type: ignore[arg-type]
+    windows = MeasuredWindows(VirtualDevice(), FIRST_UPDATES, needs_forward=False)
     for backward_s in (2.0, 4.0, 3.0, 9.0):
         windows.update_starts()
         phases = [PhaseSpan(Phase.BACKWARD, -backward_s, 0.0), PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,15 +15,13 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from deep_opt_states.config import Config, parse_config
 from perf_model.prediction.memory import Reservation, TrainingSetup, reserved_by_stock, reserved_by_the_runtime
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Partition
 from tests.ranks import on_ranks
+from tests.zero.parity.case import CPU, Case
+from tests.zero.parity.training import Block
 
 WIDTH, LAYERS = 2048, 6
-ON_CPU = {"placement": "cpu"}
 
 
 def rss_bytes() -> int:
@@ -54,7 +51,21 @@ def return_freed_memory() -> None:
         assert mallopt(option, value) == 1
 
 
-def memory_of_training(block: dict[str, Any] | None) -> dict[str, Any]:
+CASE = Case(
+    name="memory",
+    blocks=(CPU,),
+    schedule=False,
+    sub_group_size=WIDTH * WIDTH,
+    zero={
+        "stage3_max_live_parameters": 0,
+        "stage3_prefetch_bucket_size": 0,
+        # On the CPU accelerator the bucket is host memory, too. It is allocated after the peak.
+        "reduce_bucket_size": WIDTH * WIDTH,
+    },
+)
+
+
+def memory_of_training(block: Block) -> dict[str, Any]:
     """Train a wide model for some steps that read every gradient, and return the memory of the process.
 
     A weight fills a sub-group of whole pages. Nothing is gathered ahead or kept, so that the memory is that of states,
@@ -63,48 +74,24 @@ def memory_of_training(block: dict[str, Any] | None) -> dict[str, Any]:
     return_freed_memory()
     # Biases would begin sub-groups in the middle of a page.
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "sub_group_size": WIDTH * WIDTH,
-            "stage3_max_live_parameters": 0,
-            "stage3_prefetch_bucket_size": 0,
-            # On the CPU accelerator the bucket is host memory, too. It is allocated after the peak.
-            "reduce_bucket_size": WIDTH * WIDTH,
-        },
-    }
-    if block is not None:
-        config["deep_optimizer_states"] = block
     with sampled_rss() as samples:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=CASE.ds_config(block)
+        )
     for _ in range(2):
         engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
         for param in model.parameters():
             safe_get_full_grad(param)
         engine.step()
     gc.collect()
-    found = {
-        "before": samples[0],
-        "peak": max(samples),
-        "rss": rss_bytes(),
-        "numels": [master.numel() for master in engine.optimizer.fp32_partitioned_groups_flat],
-    }
+    found: dict[str, Any] = {"before": samples[0], "peak": max(samples), "rss": rss_bytes()}
     if block is not None:
-        found["reserved"] = [(item.kind.value, item.each_bytes) for item in engine.optimizer.accounting_device.reserved]
+        found["plan"] = engine.optimizer.plan
+        found["reserved"] = total_bytes(engine.optimizer.accounting_device.reserved)
         engine.destroy()
         gc.collect()
         found["destroyed"] = rss_bytes()
     return found
-
-
-def planned(numels: list[int]) -> UpdatePlan:
-    config = parse_config({"deep_optimizer_states": ON_CPU})
-    assert isinstance(config, Config)
-    return config.plan(config.workload([[Partition(f"{index}.weight", numel)] for index, numel in enumerate(numels)]))
 
 
 def total_bytes(reservations: Iterable[Reservation]) -> int:
@@ -116,19 +103,15 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process() -> None:
 
     A GPU needs 16, since rounded parameters wait in host memory to be published.
     """
-    stock, ours = (on_ranks(1, memory_of_training, block)[0] for block in (None, ON_CPU))
-    plan = planned(ours["numels"])
+    stock, ours = (on_ranks(1, memory_of_training, block)[0] for block in (None, CPU))
+    plan = ours["plan"]
     assert len(plan.placements) == LAYERS
     predicted = reserved_by_the_runtime(plan, TrainingSetup(widths=Widths(param=2, grad=2, publishes=False)))
-    expected: Counter[tuple[str, int]] = Counter()
-    for item in predicted:
-        expected[item.kind.value, item.each_bytes] += item.count
-    assert Counter((kind, each_bytes) for kind, each_bytes in ours["reserved"]) == +expected
-    numel = sum(ours["numels"])
-    assert total_bytes(predicted) == 14 * numel
+    numel = LAYERS * WIDTH * WIDTH
+    assert ours["reserved"] == total_bytes(predicted) == 14 * numel
 
     # On the CPU accelerator all reservations are host memory of exactly these sizes. They replace stock's states.
-    growth = total_bytes(predicted) - total_bytes(reserved_by_stock(planned(stock["numels"])))
+    growth = total_bytes(predicted) - total_bytes(reserved_by_stock(plan))
     assert growth == -4 * numel < -50e6, "the difference exceeds the noise of a process"
     assert ours["rss"] - stock["rss"] == pytest.approx(growth, abs=12e6)
     # Destroying the engine frees all of it, and buffers of DeepSpeed.
