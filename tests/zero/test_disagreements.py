@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from io import StringIO
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from deep_opt_states import zero
 from deep_opt_states.config import Config, ConfigError
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host.machine import Core
+from deep_opt_states.names import SWITCH
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start import node_share, planning, release
@@ -30,9 +31,9 @@ from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.node_share import share_cores
 from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.presets.machines import MACHINES
-from tests.ranks import on_ranks, ranks
+from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case
-from tests.zero.parity.training import make_engine
+from tests.zero.parity.training import closing_engine
 
 PLUGIN = "DeepOptimizerStates_Stage3"
 ANOTHER_ACCELERATOR = "Unsupported: this rank has another accelerator"
@@ -49,29 +50,33 @@ DIFFERENCES: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, str, str]]] 
 """The blocks of the three ranks, and what is found on each. A rank that fails alone raises its own error."""
 
 
-def start_with(difference: str) -> str:
+def start_with(difference: str, block: dict[str, Any]) -> str:
     """Return the class of the optimizer, or the error, of this rank."""
     rank = dist.get_rank()
-    if "off" in difference and rank == 1:
-        os.environ["DEEP_OPT_STATES"] = "0"
-    if difference == "one without a kernel":
-        planning.quick_profile = lambda *_, **__: MACHINES["h100-pcie5"].profile(ranks=1)
-        if rank == 2:
+    case = Case(name="disagreeing", blocks=(), world_size=3)
+    profile = MACHINES["h100-pcie5"].profile(ranks=1)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(planning, "quick_profile", return_value=profile))
+        if "off" in difference and rank == 1:
+            patches.enter_context(mock.patch.dict(os.environ, {SWITCH: "0"}))
+        if difference == "one without a kernel" and rank == 2:
             # It fails while the planner decides.
-            AcceleratorChoice.validate = mock.Mock(side_effect=Unsupported("this rank has another accelerator"))
-    try:
-        engine = make_engine(Case(name="disagreeing", blocks=(), world_size=3), DIFFERENCES[difference][0][rank])
-    except (RanksDisagree, ConfigError, Unsupported) as error:
-        return f"{type(error).__name__}: {' / '.join(str(error).splitlines())}"
-    return f"trains with {type(engine.optimizer).__name__}"
+            unsupported = Unsupported("this rank has another accelerator")
+            patches.enter_context(mock.patch.object(AcceleratorChoice, "validate", side_effect=unsupported))
+        try:
+            with closing_engine(case, block) as engine:
+                return f"trains with {type(engine.optimizer).__name__}"
+        except (RanksDisagree, ConfigError, Unsupported) as error:
+            return f"{type(error).__name__}: {' / '.join(str(error).splitlines())}"
 
 
 @pytest.mark.P6
-@pytest.mark.parametrize("difference", DIFFERENCES)
-def test_every_rank_names_the_rank_that_differs(difference: str) -> None:
-    found = on_ranks(3, start_with, difference)
-    for answer, expected in zip(found, DIFFERENCES[difference][1], strict=True):
-        assert re.search(expected, answer) if expected else answer == ANOTHER_ACCELERATOR
+@ranks(3)
+def test_every_rank_names_the_rank_that_differs() -> None:
+    rank = dist.get_rank()
+    for difference, (blocks, expected) in DIFFERENCES.items():
+        answer = start_with(difference, blocks[rank])
+        assert re.search(expected[rank], answer) if expected[rank] else answer == ANOTHER_ACCELERATOR, difference
 
 
 CONFIG: dict[str, Any] = {

@@ -145,13 +145,11 @@ MIXED = plan_of(*Placement, numel=4_000_000)
 
 
 @pytest.fixture
-def one_rank_with_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "raise_together", lambda action: action())
-    monkeypatch.setattr(planning, "same_on_all_ranks", lambda find, describe: find())
-    monkeypatch.setattr(planning, "Ranks", lambda: SimpleNamespace(rank=0, gather=lambda value: [value]))
+def one_rank_with_a_gpu_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(planning, "_load_profile", lambda *_: profile())
-    monkeypatch.setattr(devices, "_no_gpu_adam", lambda: "")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 80 * 10**9))
+    with machine(num_ranks=1, free_bytes=0):
+        yield
 
 
 @pytest.mark.usefixtures("one_rank_with_a_gpu_of_80_gb")
@@ -300,9 +298,8 @@ OPTIONS = {"unit_size": 70_000_000, "gpu_memory_gb": 40.0, "gpu_memory_margin_gb
     ("preset", "model", "num_ranks", "micro_batch", "options"),
     [
         ("h100-pcie5", "Llama-3-8B", 1, 1, {}),
-        ("a100-pcie4", "20B", 4, 1, {}),
+        ("a100-pcie4", "20B", 4, 2, {}),
         ("gh200", "13B", 1, 1, {}),
-        ("h200-pcie5", "13B", 1, 2, {}),
         ("h100-pcie5", "Llama-3-8B", 1, 1, OPTIONS),
     ],
 )

@@ -10,12 +10,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import zero
-from deepspeed.module_inject.auto_ep_presets import base as auto_ep_presets
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_local_grad, safe_set_local_grad, set_z3_leaf_modules
 from torch.nn.functional import gelu, linear
 from torch.utils.checkpoint import checkpoint
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests.zero.behaviour.behaviour_variant import (
     BLOCK,
@@ -269,7 +267,13 @@ def reductions(variant: BehaviourVariant) -> Seen:
         yield from gradients(engine)
 
 
+RECORDERS = "deepspeed.module_inject.auto_ep_presets.base._install_instance_transformers_output_recorders"
+
+
 def mixtral() -> torch.nn.Module:
+    # Imported here, because most ranks do not need it, and importing it takes longer than many scenarios.
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     shape = MixtralConfig(
         vocab_size=61,
         hidden_size=16,
@@ -304,7 +308,7 @@ def experts(variant: BehaviourVariant) -> Seen:
             for param in model.parameters():
                 torch.nn.init.normal_(param.data, std=0.2)
         # AutoEP's hooks that record router logits fail with this version of transformers.
-        with mock.patch.object(auto_ep_presets, "_install_instance_transformers_output_recorders"):
+        with mock.patch(RECORDERS):
             engine = variant.engine(model, **changes)
         yield "sub-groups", len(engine.optimizer.fp16_groups)
         for step in range(4):

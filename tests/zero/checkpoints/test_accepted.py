@@ -23,7 +23,6 @@ from torch.optim import lr_scheduler
 
 from deep_opt_states.zero.checkpoint_check import CheckpointError, check_before_loading
 from deep_opt_states.zero.checkpoint_contents import shown
-from deep_opt_states.zero.internals.compat import has_custom_loading
 from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 from tests.ranks import ranks
 from tests.zero.checkpoints.test_malformed import Loaded
@@ -226,17 +225,6 @@ class OwnScheduler:
 def test_the_state_of_any_scheduler_is_accepted_by_itself() -> None:
     for scheduler in (OwnScheduler(), scheduler_of("ReduceLROnPlateau")):
         assert problem_of_scheduler(scheduler, scheduler.state_dict()) is None
-
-
-def test_a_module_that_overrides_how_it_loads_is_known() -> None:
-    plain, own_load, pre_hook, post_hook = (torch.nn.Linear(1, 1) for _ in range(4))
-    own_load._load_from_state_dict = lambda *arguments: None
-    pre_hook.register_load_state_dict_pre_hook(lambda *arguments: None)
-    post_hook.register_load_state_dict_post_hook(lambda *arguments: None)
-    usual = torch.nn.Sequential(plain, torch.nn.BatchNorm1d(1), torch.nn.InstanceNorm1d(1), torch.nn.LSTM(1, 1))
-    modules = (usual, PerChannelMinMaxObserver(), own_load, pre_hook, post_hook)
-    found = [has_custom_loading(torch.nn.Sequential(torch.nn.Sequential(module))) for module in modules]
-    assert found == [False, True, True, True, True]
 
 
 class Textless(Exception):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
-import multiprocessing
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -52,7 +49,7 @@ def num_mapped() -> int:
 
 
 def train(block: Block) -> Record:
-    """Train with forked processes that load data, and check that no child has the states, in whatever way it ends."""
+    """Train with forked processes that load data, and check that no child has the states."""
     record = Record()
     losses = record.numbers["loss"] = []
     with spacious_slabs(), closing_engine(CASE, block) as engine:
@@ -75,8 +72,7 @@ def train(block: Block) -> Record:
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
-            # The exit code is the number of states that the child can read.
-            assert {name: end() for name, end in ENDINGS.items()} == dict.fromkeys(ENDINGS, 0)
+            assert exit_code_of_child(exit_after_callbacks) == 0
         collect(engine.optimizer, record)
         # ``destroy`` may be called twice, here and at the end of the context.
         engine.destroy()
@@ -84,38 +80,17 @@ def train(block: Block) -> Record:
     return record
 
 
-def end_with_num_mapped(end: Callable[[int], Any]) -> Callable[[], int]:
-    """Return a function for a forked child that calls ``end`` with the number of mapped states as the exit code."""
+def exit_after_callbacks() -> int:
+    """End a child as a script ends, and return the number of mapped states.
 
-    def run() -> int:
-        # The child must not wait for an update of the parent: it does not have the threads that run the update.
-        mock.patch.object(Executor, "failed_within", side_effect=lambda *_: os._exit(50)).start()
-        end(num_mapped())
-        return 51
-
-    return run
-
-
-def ends_as_a_process_of_multiprocessing() -> int:
-    process = multiprocessing.get_context("fork").Process(target=end_with_num_mapped(sys.exit))
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
-
-
-def exit_after_callbacks(code: int) -> None:
-    """End as a script does, but without the finalization of C++ objects, in which the child hangs with stock, too."""
+    Without the finalization of C++ objects, in which the child hangs with stock, too.
+    """
+    mapped = num_mapped()
+    # The child must not wait for an update of the parent: it does not have the threads that run the update.
+    mock.patch.object(Executor, "failed_within", side_effect=lambda *_: os._exit(50)).start()
     atexit._run_exitfuncs()
     gc.collect()
-    os._exit(code)
-
-
-ENDINGS: dict[str, Callable[[], int]] = {
-    "after exit callbacks": lambda: exit_code_of_child(end_with_num_mapped(exit_after_callbacks)),
-    "multiprocessing": ends_as_a_process_of_multiprocessing,
-    "at once": lambda: exit_code_of_child(end_with_num_mapped(os._exit)),
-}
+    return mapped
 
 
 def spacious_slabs(register: Register | None = None) -> AbstractContextManager[object]:
