@@ -79,13 +79,10 @@ def report(path: str, trained: str, *configs: str) -> None:
 
     with_torch = sorted(sys.modules)
     engines = [optimizer_or_error(config) for config in configs]
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"]
     found = {
         "with torch": with_torch,
         "engines": engines,
-        "attributes": {name: repr(type(value)) for name, value in vars(DeepSpeedEngine).items()},
         "wrapped": sorted({name for module in modules for name in wrapped_in(module)}),
     }
     Path(path).write_text(json.dumps(found))
@@ -164,7 +161,6 @@ def test_the_block_enables_the_plugin_and_without_it_deepspeed_is_stock_except_f
     watched = "deepspeed.comm.comm.init_distributed"
     assert hooked["wrapped"] == [watched, config, *(f"{engine}.{method}" for method in methods)]
     assert unhooked["wrapped"] == []
-    assert {name for name, _ in hooked["attributes"].items() ^ unhooked["attributes"].items()} == set(methods)
 
 
 def test_import_torch_survives_a_broken_wrapt_also_if_warnings_are_errors(tmp_path: Path) -> None:

@@ -79,13 +79,7 @@ def test_every_rank_names_the_rank_that_differs() -> None:
         assert re.search(expected[rank], answer) if expected[rank] else answer == ANOTHER_ACCELERATOR, difference
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    "deep_optimizer_states": {"placement": "cpu"},
-}
+CONFIG = Case(name="release", blocks=(), schedule=False).ds_config(CPU)
 
 
 def start(*, version: str = "0.20.0") -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import zero
@@ -92,7 +92,10 @@ def optimizers_and_schedulers(variant: BehaviourVariant) -> Seen:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
     engine = variant.engine(BehaviourNet(2), {"lr_scheduler": halving}, **FP16)
-    yield from train(engine, 5, torch.float16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield from train(engine, 5, torch.float16)
+    yield "warnings", [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)]
     model = BehaviourNet()
     weights, biases = ([layer.weight for layer in model.layers], [layer.bias for layer in model.layers])
     groups = [{"params": weights, "weight_decay": 0.1, "name": "weights"}, {"params": biases, "lr": 1e-4}]
@@ -204,24 +207,6 @@ def leaf_modules(variant: BehaviourVariant) -> Seen:
             yield from gradients(engine)
         engine.step()
         yield from counters(engine)
-
-
-class Recomputed(BehaviourNet):
-    """A network that recomputes with DeepSpeed's own activation checkpointing."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Without it, no output of a recomputed layer has a gradient.
-        x.requires_grad_()
-        for layer in self.layers:
-            x = torch.tanh(deepspeed.checkpointing.checkpoint(layer, x))
-        return x
-
-
-def activation_checkpointing_of_deepspeed(variant: BehaviourVariant) -> Seen:
-    """Recompute without ``cpu_checkpointing``, which loses the inputs on the CPU accelerator, also with stock."""
-    deepspeed.checkpointing.configure(None, num_checkpoints=4)
-    engine = variant.engine(Recomputed(), zero_optimization={"offload_param": {"device": "cpu"}})
-    yield from train(engine, 4)
 
 
 class Shared(BehaviourNet):

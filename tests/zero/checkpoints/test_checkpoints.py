@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,20 +41,14 @@ def make_case(**changes: Any) -> Case:
 
 
 def places_of(optimizer: Any) -> list[int]:
-    """Return the addresses of the states, which DeepSpeed's attributes show, and the number of memory reservations.
-
-    Return also the identities of the executor, its actions and the kernels.
-    """
+    """Return the addresses of the states, which DeepSpeed's attributes show, and the number of memory reservations."""
     state, masters = optimizer.optimizer.state, optimizer.fp32_partitioned_groups_flat
-    shown = [(master, state[master]["exp_avg"], state[master]["exp_avg_sq"]) for master in masters]
-    memory = optimizer._running.memory.sub_groups
-    updated = [(tensors.master, tensors.exp_avg, tensors.exp_avg_sq) for tensors in memory]
-    addresses, updated_addresses = ([tensor.data_ptr() for tensor in chain(*each)] for each in (shown, updated))
-    assert addresses == updated_addresses
+    tensors = [
+        tensor for master in masters for tensor in (master, state[master]["exp_avg"], state[master]["exp_avg_sq"])
+    ]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     assert len(set(addresses)) == len(addresses) >= 15
-    executor = optimizer._running.executor
-    kernels = map(id, (executor, executor._actions, *optimizer._assembly.kernels))
-    return [*addresses, len(optimizer.accounting_device.reserved), *kernels]
+    return [*addresses, len(optimizer.accounting_device.reserved)]
 
 
 @contextmanager
@@ -268,8 +261,7 @@ JOBS: list[tuple[str, Callable[[Path], None], int, int]] = [
     # Parity resumes with states on disk.
     *((states, resume, 2, 2) for states in ("fp32", "bf16-masters", "bf16")),
     ("fp32", missing_moments, 1, 1),
-    # A load with bf16 masters puts the moments in another dtype, with stock, too: the job would find other states.
-    *((states, tags, 2, 0) for states in ("fp32", "bf16")),
+    ("fp32", tags, 2, 0),
     ("fp32", latest_is_written_last, 2, 0),
     ("fp32", asynchronous_writer, 1, 0),
     *((states, universal, 2, 1) for states in ("fp32", "disk")),

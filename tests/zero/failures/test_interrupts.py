@@ -34,10 +34,19 @@ from tests.kernels.intercepted import before_each_update
 from tests.ranks import on_ranks
 from tests.tiers import thorough
 from tests.zero.failures.test_failures import gather
-from tests.zero.on_accelerator import GROUPS, on_accelerator
+from tests.zero.on_accelerator import GROUPS
 from tests.zero.parity.case import CPU, NO_THROUGHPUT_TIMER, RESIDENT, STREAMED, STRIDE_2, Case, eager
-from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, Record, differences, make_engine, recorded, shared_folder
+from tests.zero.parity.training import (
+    Block,
+    Record,
+    differences,
+    forward,
+    make_engine,
+    parity_inputs,
+    recorded,
+    shared_folder,
+    train_on_batch,
+)
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "cpu": CPU,
@@ -74,31 +83,18 @@ class StockTraining:
         self._case = case
         self._engine = make_engine(case, None)
         # Before the first step, stock has no moments.
-        self._losses = [step(self._engine, case, 0)]
+        self._losses = [train_on_batch(self._engine, case, 0)]
         self._states = [Record()]
 
     def states(self, steps: int) -> Record:
         while len(self._states) <= steps:
             self._states.append(recorded(self._engine))
-            self._losses.append(step(self._engine, self._case, len(self._losses)))
+            self._losses.append(train_on_batch(self._engine, self._case, len(self._losses)))
         return self._states[steps]
 
     def loss(self, number: int) -> torch.Tensor:
         self.states(number)
         return self._losses[number]
-
-
-def forward(engine: Any, case: Case, number: int) -> torch.Tensor:
-    x, target = batch(case, dist.get_rank(), number, torch.bfloat16)
-    loss: torch.Tensor = engine(on_accelerator(x), on_accelerator(target), 1.0, 1.0)
-    return loss
-
-
-def step(engine: Any, case: Case, number: int) -> torch.Tensor:
-    loss = forward(engine, case, number)
-    engine.backward(loss)
-    engine.step()
-    return loss.detach()
 
 
 class InterruptedTraining:
@@ -115,7 +111,7 @@ class InterruptedTraining:
         # Stock reads the checkpoints of the plugin.
         self.resuming = make_engine(case, None)
         # Without an interrupt, because stock has no states to compare with before it.
-        step(self.engine, case, 0)
+        train_on_batch(self.engine, case, 0)
         self.number = 1
         """The number of steps whose update has begun."""
         self._saves = 0
@@ -125,10 +121,10 @@ class InterruptedTraining:
 
     def train_two_steps(self, between: str) -> None:
         """Train two steps. The first update is in flight when a reader of states comes, or the next forward."""
-        step(self.engine, self.case, self.number)
+        train_on_batch(self.engine, self.case, self.number)
         self.number += 1
         BETWEEN[between](self)
-        step(self.engine, self.case, self.number)
+        train_on_batch(self.engine, self.case, self.number)
         self.number += 1
 
     def save(self) -> None:
@@ -172,7 +168,7 @@ class InterruptedTraining:
         assert len(fitting) == 1, choices
         (self.number,) = fitting
         self._good = self._saves, self.number
-        assert torch.equal(step(self.resuming, self.case, self.number), self.stock.loss(self.number))
+        assert torch.equal(train_on_batch(self.resuming, self.case, self.number), self.stock.loss(self.number))
 
 
 def interrupted_frame(error: BaseException) -> traceback.FrameSummary:
@@ -184,7 +180,9 @@ def interrupted_frame(error: BaseException) -> traceback.FrameSummary:
 BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
     "nothing": lambda training: None,
     "save": InterruptedTraining.save,
-    "evaluation": torch.no_grad()(lambda training: forward(training.engine, training.case, training.number)),
+    "evaluation": torch.no_grad()(
+        lambda training: forward(training.engine, parity_inputs(training.case, -1, training.number))
+    ),
     "safe_get": lambda training: safe_get_full_fp32_param(next(training.engine.module.parameters())),
     "gather": lambda training: gather(training.engine),
     "states": lambda training: training.engine.optimizer.state,

@@ -6,6 +6,7 @@ The step can be repeated after the states were repaired.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ from tests.ranks import ranks
 from tests.zero.behaviour.behaviour_variant import (
     BehaviourNet,
     BehaviourVariant,
-    final_states,
+    Seen,
     inputs,
     loss_of,
+    seen,
     train,
     unequal,
 )
 from tests.zero.behaviour.states import BLOCKS, states
-from tests.zero.parity.training import Block
 
 
 def assign(index: int, key: str, make: Callable[[torch.Tensor], Any]) -> Callable[[Any], object]:
@@ -96,12 +97,10 @@ BAD: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-def trained(block: Block, bad: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """Train, let the last rank refuse a step for each of ``bad``, repair the states, and return the values."""
-    torch.manual_seed(5)
-    variant = BehaviourVariant(block)
+def repeating(variant: BehaviourVariant, bad: Sequence[str]) -> Seen:
+    """Let the last rank refuse a step for each of ``bad``, repair the states, and take the step again."""
     engine = variant.engine(BehaviourNet())
-    seen = list(train(engine, 2))
+    yield from train(engine, 2)
     engine.backward(loss_of(engine(inputs(2))))
     refuses = dist.get_rank() == dist.get_world_size() - 1
     masters = list(engine.optimizer.fp32_partitioned_groups_flat)
@@ -119,17 +118,15 @@ def trained(block: Block, bad: Sequence[str] = ()) -> list[tuple[str, Any]]:
         engine.optimizer.param_groups[0]["params"].clear()
         for master, state in zip(masters, before, strict=True):
             engine.optimizer.state[master] = dict(state)
-    # The step that was refused can be taken again: its gradients are still there.
+    # The gradients of the step that was refused are still there.
     engine.step()
-    seen += [*train(engine, 2, first=3), *final_states(engine)]
-    variant.close()
-    return seen
+    yield from train(engine, 2, first=3)
 
 
 @pytest.mark.P6
 @ranks(2)
 def test_a_state_that_cannot_be_updated_is_refused_and_the_step_can_be_repeated() -> None:
-    stock = trained(None)
+    stock = seen(partial(repeating, bad=()), None)
     for index, block in enumerate(BLOCKS):
         bad = list(BAD)[index :: len(BLOCKS)]
-        assert unequal(stock, trained(block, bad)) == [], bad
+        assert unequal(stock, seen(partial(repeating, bad=bad), block)) == [], bad

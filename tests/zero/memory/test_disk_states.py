@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.state_file import DiskError, StateFile
@@ -28,8 +27,15 @@ from perf_model.prediction.memory import MemoryKind, memory_of
 from tests.ranks import ended_ranks, on_ranks, ranks
 from tests.tiers import thorough
 from tests.zero.parity.cases import ALL_ON_DISK, ON_DISK
-from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Record, assert_same_bits, closing_engine, make_engine, recorded, shared_folder
+from tests.zero.parity.training import (
+    Record,
+    assert_same_bits,
+    closing_engine,
+    make_engine,
+    recorded,
+    shared_folder,
+    train_on_batch,
+)
 
 CASE = replace(ON_DISK, name="disk", blocks=(ALL_ON_DISK,), schedule=False, clip=0.5)
 IN_TWO_FOLDERS = {**ALL_ON_DISK, "nvme_paths": [CASE.disk]}
@@ -37,9 +43,7 @@ IN_TWO_FOLDERS = {**ALL_ON_DISK, "nvme_paths": [CASE.disk]}
 
 def train_steps(engine: Any, steps: range) -> Record:
     for number in steps:
-        x, target = batch(CASE, dist.get_rank(), number, torch.bfloat16)
-        engine.backward(engine(x, target, 1.0, 1.0))
-        engine.step()
+        train_on_batch(engine, CASE, number)
     return recorded(engine)
 
 

@@ -344,7 +344,6 @@ NAMES_ON_CPU = {
     "beta powers over 60 steps",
     "states on disk",
     "2 ranks, clipping, accumulation 3, two groups",
-    "2 ranks, resume, fp16",
 }
 assert {case.name for case in QUICK} >= NAMES_ON_CPU
 

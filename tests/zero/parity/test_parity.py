@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.device.kernels import library
 from deep_opt_states.device.kernels.library import KernelUnavailable
@@ -42,8 +41,6 @@ def test_training_in_every_placement_and_setting_has_the_bits_of_stock(world_siz
 
 
 def train_cases(tier: str) -> None:
-    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
-    get_accelerator().is_fp16_supported = lambda: True
     world_size = dist.get_world_size()
     for case in CASES:
         if case.world_size == min(world_size, 2) and (case in ON_CPU) == (tier == "quick"):
@@ -86,7 +83,6 @@ def check_speculations(case: Case, norms: list[float], kept: int, void: int) -> 
 @ranks(1, 2)
 def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one() -> None:
     """Check the departure from stock. When stock no longer differs, the departure is obsolete."""
-    get_accelerator().is_fp16_supported = lambda: True
     for case in (case for case in DEPARTURES if case.world_size == dist.get_world_size()):
         zeroed = run_variant(replace(case, zero_instead_of_skip=True), None)
         for block in case.blocks:

@@ -158,6 +158,21 @@ def parity_inputs(case: Case, step: int, micro_batch: int) -> tuple[Any, ...]:
     return x, target, sometimes, case.poisoned.get(step, 1.0)
 
 
+def forward(engine: Any, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """Return the loss of the inputs. A copy to the device that blocks would prevent the overlap."""
+    tensors = (each.to(engine.device, non_blocking=True) if isinstance(each, torch.Tensor) else each for each in inputs)
+    loss: torch.Tensor = engine(*tensors)
+    return loss
+
+
+def train_on_batch(engine: Any, case: Case, number: int) -> torch.Tensor:
+    """Train a step on this rank's batch of that number, which is not poisoned, and return the loss."""
+    loss = forward(engine, parity_inputs(case, -1, number))
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
 def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any, ...]] = parity_inputs) -> Record:
     """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record.
 
@@ -173,13 +188,8 @@ def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any
     micro_batch = 0
     for step in range(case.steps):
         for position in range(case.accumulation):
-            # A blocking copy would prevent the overlap, too.
-            arguments = (
-                value.to(engine.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for value in inputs(case, step, micro_batch)
-            )
             with recorded_forward(engine.optimizer, record):
-                loss = engine(*arguments)
+                loss = forward(engine, inputs(case, step, micro_batch))
             engine.backward(loss)
             if not case.caller_accumulates or position == case.accumulation - 1:
                 engine.step()

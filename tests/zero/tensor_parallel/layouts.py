@@ -53,33 +53,10 @@ def data_rank() -> int:
     return dist.get_rank() // MODEL_RANKS
 
 
-class AllReduced(torch.autograd.Function):
-    """The sum over the ranks that share a model; its gradient is that of the sum (Megatron's ``g``)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None
-
-
-class AllReducedGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks that share a model (Megatron's ``f``)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad = grads[0].clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+def sum_over(group: Any, partial: torch.Tensor) -> torch.Tensor:
+    total = partial.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 class MegatronBlock(torch.nn.Module):
@@ -96,8 +73,11 @@ class MegatronBlock(torch.nn.Module):
             param.model_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.columns(AllReducedGradient.apply(self.norm(x), self.group))
-        return x + AllReduced.apply(self.rows(torch.nn.functional.gelu(inner)), self.group)
+        normed = self.norm(x)
+        # The gradient of what all ranks read is summed (Megatron's f), and that of the sum is not (its g).
+        normed.register_hook(lambda gradient: sum_over(self.group, gradient))
+        partial = self.rows(torch.nn.functional.gelu(self.columns(normed)))
+        return x + partial + (sum_over(self.group, partial) - partial.detach())
 
 
 class MegatronNet(torch.nn.Module):

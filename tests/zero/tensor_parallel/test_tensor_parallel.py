@@ -8,7 +8,6 @@ from typing import Any
 
 import deepspeed
 import pytest
-from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.ranks import on_ranks, ranks
@@ -16,7 +15,7 @@ from tests.tiers import thorough
 from tests.tiny_llama import tiny_llama
 from tests.zero.checkpoints.test_checkpoints import convert_to_universal
 from tests.zero.failures.test_failures import failing_update, must_raise_everywhere, must_refuse
-from tests.zero.parity.case import CPU, STREAMED, STRIDE_2
+from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.training import Block, Record, assert_same_bits, recorded
 from tests.zero.tensor_parallel.cases import (
     ARMS,
@@ -39,8 +38,6 @@ STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 @pytest.mark.parametrize("tier", ["quick", thorough("all")])
 @ranks(2, thorough(4))
 def test_training_beside_tensor_parallelism_has_the_bits_of_stock(tier: str) -> None:
-    # DeepSpeed requires instructions that this CPU may lack, although PyTorch computes in fp16 on every CPU.
-    get_accelerator().is_fp16_supported = lambda: True
     by_name = layouts()
     for case in QUICK if tier == "quick" else CASES:
         train_in_each_placement(case, by_name[case.layout])
@@ -63,22 +60,13 @@ def train_in_each_placement(case: TensorParallelCase, layout: SharedModel) -> No
     assert stock.numbers["skipped"][-1] == (case.dtype == "fp16"), "the overflow on one rank skips one step on all"
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    "deep_optimizer_states": {},
-}
-
-
 @pytest.mark.P6
 @ranks(2)
 def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None:
     model = tiny_llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
-    config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    case = Case(name="uneven", blocks=(), schedule=False, extra={"tensor_parallel": {"autotp_size": 2}})
     with pytest.raises(Unsupported) as caught:
-        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=case.ds_config({}))
     refused = str(caught.value)
     assert refused.startswith("tensor_parallel.autotp_size, or the model-parallel size of the mpu: must")
     assert "elements of" in refused
