@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -166,7 +166,12 @@ def backward_with_failure(engine: Any) -> None:
 
 def affinities() -> set[frozenset[int]]:
     """Return the different CPU affinities of the threads of this process."""
-    return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        # The thread of a wait may end now.
+        with suppress(ProcessLookupError):
+            found.add(frozenset(os.sched_getaffinity(int(task.name))))
+    return found
 
 
 def share_bound_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:

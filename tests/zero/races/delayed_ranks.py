@@ -18,7 +18,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.case import Case, by_sub_group
@@ -50,28 +49,22 @@ def logged_collectives(log: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def delayed(seed: int, update_s: float = MAX_DELAY_S, layer_s: float = MAX_DELAY_S) -> Iterator[None]:
-    """Sleep for a random time before each update and before each layer.
-
-    ``update_s`` and ``layer_s`` are the longest delays. Each thread of each rank has its own random sequence.
-    """
+def delayed(seed: int) -> Iterator[None]:
+    """Sleep for a random time before each update and each layer. Each thread of each rank has its own sequence."""
     generators: dict[str, random.Random] = {}
 
-    def sleep(longest_s: float) -> None:
+    def sleep(*_: Any) -> None:
         thread = threading.current_thread().name
         generator = generators.setdefault(thread, random.Random(f"{seed} {dist.get_rank()} {thread}"))
-        time.sleep(generator.uniform(0, longest_s))
+        time.sleep(generator.uniform(0, MAX_DELAY_S))
 
     forward = nn.Linear.forward
 
-    def delay_update(_: RangeUpdate) -> None:
-        sleep(update_s)
-
     def delay_and_forward(self: nn.Linear, x: Any) -> Any:
-        sleep(layer_s)
+        sleep()
         return forward(self, x)
 
-    with before_each_update(delay_update), mock.patch.object(nn.Linear, "forward", delay_and_forward):
+    with before_each_update(sleep), mock.patch.object(nn.Linear, "forward", delay_and_forward):
         yield
 
 

@@ -102,6 +102,7 @@ def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -
             assert engine.optimizer._update._executor.pending
             forward(engine, backward=False)
             engine.optimizer._update.wait()
+        assert engine.optimizer._running.executor.failure is None
 
 
 @ranks(2)
