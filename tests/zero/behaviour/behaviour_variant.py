@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 
 from tests.kernels.intercepted import before_each_update
 from tests.zero.on_accelerator import on_accelerator
-from tests.zero.parity.training import Block, real_numel, recorded
+from tests.zero.parity.training import Block, real_numel, recorded, same
 
 Seen = Iterator[tuple[str, Any]]
 """Tensors, numbers and text, each with a name, in the same order for stock and for the plugin."""
@@ -211,12 +211,3 @@ def unequal(expected: list[tuple[str, Any]], found: list[tuple[str, Any]]) -> li
         return [f"stock yields {len(names[0])} values, the plugin {len(names[1])}, or values with other names"]
     pairs = zip(expected, found, strict=True)
     return [f"{name}: stock {one}, found {other}" for (name, one), (_, other) in pairs if not same(one, other)][:5]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal to the bit, and tensors on the same device."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-            return False
-        return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
-    return type(one) is type(other) and repr(one) == repr(other)

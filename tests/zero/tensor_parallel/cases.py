@@ -73,7 +73,7 @@ CASES = (
     TensorParallelCase("mpu", "fp32", "accumulation 2", zero_init=False),
 )
 
-STEPS = 5
+STEPS = 4
 OVERFLOW_STEP = 2
 
 
