@@ -126,12 +126,16 @@ def seen(scenario: Scenario, block: Block) -> list[tuple[str, object]]:
         variant.close()
 
 
-def slow_updates(variant: BehaviourVariant) -> AbstractContextManager[object]:
-    """Let the plugin's updates last longer than an engine takes to read the parameters that it is created for."""
+READING_S = 0.01
+"""The time per range with which an update lasts longer than an engine reads the parameters that it is created for."""
+
+
+def slow_updates(variant: BehaviourVariant, range_s: float = 0.004) -> AbstractContextManager[object]:
+    """Let the plugin's updates last longer, by ``range_s`` for each range, so that the calls after them find one."""
 
     def sleep(_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.01)
+            time.sleep(range_s)
 
     return nullcontext() if variant.block is None else before_each_update(sleep)
 

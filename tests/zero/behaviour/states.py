@@ -21,6 +21,7 @@ from tests.zero.behaviour.behaviour_variant import (
     BLOCK,
     BY_DTYPE,
     FP16,
+    READING_S,
     BehaviourNet,
     BehaviourVariant,
     Seen,
@@ -158,7 +159,7 @@ def parameters_in_place(variant: BehaviourVariant) -> Seen:
 def reads_during_an_update(variant: BehaviourVariant) -> Seen:
     """Gather parameters, and read states, while the update of the last step runs, and compute with its results."""
     engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": 0})
-    with slow_updates(variant):
+    with slow_updates(variant, READING_S):
         for step in range(3):
             yield from train(engine, 2, first=3 * step)
             yield from all_gathered(engine)
@@ -336,7 +337,7 @@ def second_engines(variant: BehaviourVariant) -> Seen:
     """Create an engine for training on a module whose last update is in flight."""
     first = variant.engine(BehaviourNet())
     module = first.module
-    with slow_updates(variant):
+    with slow_updates(variant, READING_S):
         yield from train(first, 2)
         variant.engines.remove(first)
         if variant.block == RESIDENT:
@@ -352,7 +353,7 @@ def second_engines(variant: BehaviourVariant) -> Seen:
 def an_engine_without_an_optimizer(variant: BehaviourVariant) -> Seen:
     """Create it on a module whose last update is in flight."""
     first = variant.engine(BehaviourNet())
-    with slow_updates(variant):
+    with slow_updates(variant, READING_S):
         yield from train(first, 2)
         variant.engines.remove(first)
         evaluating, *_ = deepspeed.initialize(model=first.module, config=variant.config(optimizer=None))

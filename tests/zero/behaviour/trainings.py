@@ -275,8 +275,10 @@ def mixtral() -> torch.nn.Module:
 
 def experts(variant: BehaviourVariant) -> Seen:
     """Train with all experts on each rank, then with rules by name and the experts divided among the ranks."""
+    world_size = dist.get_world_size()
     rules = [{"match": "*.experts.*", "states": "streamed"}, {"match": "*.self_attn.*", "states": "cpu"}]
-    for block, size in ((BLOCK, 1), ({"placement": rules, "unit_size": 700}, dist.get_world_size())):
+    # One rank has all experts in either case.
+    for block, size in ((BLOCK, 1), ({"placement": rules, "unit_size": 700}, world_size))[-world_size:]:
         if variant.block is not None:
             variant.block = block
         autoep = {"enabled": True, "autoep_size": size, "preset_model": "mixtral", "use_grouped_mm": False}
