@@ -38,14 +38,21 @@ def eager(block: dict[str, Any]) -> dict[str, Any]:
     return {**block, "eager": True}
 
 
+def by_name(rules: dict[str, str], **others: Any) -> dict[str, Any]:
+    """Return the block with these rules by name, in order. A space separates the patterns of one rule."""
+    matches = (patterns.split() if " " in patterns else patterns for patterns in rules)
+    placement = [{"match": match, "states": states} for match, states in zip(matches, rules.values(), strict=True)]
+    return {"placement": placement, **others}
+
+
 def by_sub_group(*states: str) -> dict[str, Any]:
     """Return the block that places the sub-groups of a ``ParityNet`` in order: a bias and the next layer's weight each.
 
     That is how DeepSpeed divides layers whose weights are larger than a sub-group. The last rule is for all names, so
     that nothing is left to the planner.
     """
-    names = ["layers.0.weight", *([f"layers.{i}.bias", f"layers.{i + 1}.weight"] for i in range(len(states) - 2)), "*"]
-    return {"placement": [{"match": match, "states": state} for match, state in zip(names, states, strict=True)]}
+    names = ["layers.0.weight", *(f"layers.{i}.bias layers.{i + 1}.weight" for i in range(len(states) - 2)), "*"]
+    return by_name(dict(zip(names, states, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

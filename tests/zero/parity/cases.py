@@ -20,6 +20,7 @@ from tests.zero.parity.case import (
     WITHOUT_FORWARD_OVERLAP,
     Case,
     ParamGroup,
+    by_name,
     by_sub_group,
     eager,
 )
@@ -34,24 +35,9 @@ OFFLOADED_MIX = {
     "num_slots": 1,
     "unit_size": 600,
 }
-RULES = {
-    "placement": [
-        {"match": "layers.0.*", "states": "resident"},
-        {"match": ["*.bias", "layers.3.*"], "states": "cpu"},
-        {"match": "layers.[12].weight", "states": "streamed"},
-    ],
-    "unit_size": 600,
-}
-OTHER_RULES = {
-    "placement": [
-        {"match": "layers.1.weight", "states": "cpu"},
-        {"match": "*.weight", "states": "resident"},
-        {"match": "*", "states": "streamed"},
-    ],
-    "unit_size": 1500,
-    "num_slots": 1,
-}
-PLANNED_REST = {"placement": [{"match": "layers.0.*", "states": "resident"}, {"match": "*.2.*", "states": "streamed"}]}
+RULES = by_name({"layers.0.*": "resident", "*.bias layers.3.*": "cpu", "layers.[12].weight": "streamed"}, unit_size=600)
+OTHER_RULES = by_name({"layers.1.weight": "cpu", "*.weight": "resident", "*": "streamed"}, unit_size=1500, num_slots=1)
+PLANNED_REST = by_name({"layers.0.*": "resident", "*.2.*": "streamed"})
 """Rules by name; the last ones leave layers to the planner."""
 
 INF, NAN = float("inf"), float("nan")
@@ -103,7 +89,7 @@ CASES = (
         name="residents, clipping, reload in process",
         blocks=(
             {**by_sub_group("streamed", "resident", "cpu", "resident", "streamed"), "num_slots": 1, "unit_size": 400},
-            {"placement": [{"match": "*", "states": "resident"}], **WITHOUT_BACKWARD_OVERLAP},
+            {**RESIDENT, **WITHOUT_BACKWARD_OVERLAP},
         ),
         steps=20,
         reload=(5, 9),

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
@@ -23,8 +22,14 @@ from tests.ranks import ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import TWO_DECAYS
-from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import assert_same_bits, closing_engine, run_variant
+from tests.zero.parity.training import (
+    assert_same_bits,
+    closing_engine,
+    forward,
+    parity_inputs,
+    run_variant,
+    train_on_batch,
+)
 from tests.zero.races.delayed_ranks import train_with_delays
 
 BLOCK = {"placement": "cpu", "unit_size": 600}
@@ -82,25 +87,18 @@ def hold_back_updates(engine: Any) -> AbstractContextManager[object]:
     return before_each_update(hold_back)
 
 
-def forward(engine: Any, *, backward: bool) -> None:
-    x, target = batch(CASE, dist.get_rank(), 1, torch.bfloat16)
-    loss = engine(x, target, None, 1.0)
-    if backward:
-        engine.backward(loss)
-
-
 @pytest.mark.P2
 @ranks(1, thorough(2))
 def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -> None:
+    inputs = parity_inputs(CASE, 0, 0)
     with closing_engine(CASE, BLOCK) as engine:
-        forward(engine, backward=True)
-        for _ in range(STEPS):
-            engine.step()
-            forward(engine, backward=True)
+        for number in range(STEPS):
+            train_on_batch(engine, CASE, number)
+        engine.backward(forward(engine, inputs))
         with hold_back_updates(engine):
             engine.step()
             assert engine.optimizer._update._executor.pending
-            forward(engine, backward=False)
+            forward(engine, inputs)
             engine.optimizer._update.wait()
         assert engine.optimizer._running.executor.failure is None
 
