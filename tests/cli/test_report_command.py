@@ -7,8 +7,9 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator
-from itertools import count, product
+import shutil
+import subprocess
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,6 @@ from perf_model.schedule.action import Lane
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.workload import Workload
-from tests.browser import Page, browsing, find_browser
 from tests.model.profiles import profile
 
 WORKLOAD = Workload.from_numels([30_000_000] * 7 + [12_345_678])
@@ -89,94 +89,103 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-TABLES = """[...document.querySelectorAll('table.facts')].map(table => [
-    table.caption.innerText,
-    [...table.tBodies[0].rows].map(row => [
-        row.cells[0].innerText,
-        [...row.querySelectorAll('data')].map(cell => [Number(cell.value), cell.innerText]),
-    ]),
-])"""
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
-CHARTS = """[...document.querySelectorAll('.chart')].map(chart => [
-    chart.ariaLabel,
-    [...chart.querySelectorAll('.u-legend .u-label')].map(label => label.innerText),
-    [...chart.querySelectorAll('canvas')].map(canvas => {
-        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-        return new Set(new Uint32Array(pixels.buffer)).size;
-    })[0],
-])"""
-"""The text and the series of each chart, and the number of colours in it."""
+PROBE = """
+const complaints = [], note = event => complaints.push(`${event.type}: ${event.message ?? event.blockedURI ?? ''}`);
+for (const type of ['error', 'unhandledrejection', 'securitypolicyviolation']) addEventListener(type, note, true);
+console.error = console.warn = (...all) => complaints.push(all.join(' '));
+addEventListener('load', async () => {
+    const all = (selector, read, root = document) => [...root.querySelectorAll(selector)].map(read);
+    const lanes = document.querySelector('.timeline svg.lanes'), style = getComputedStyle(document.body);
+    const found = {
+        titles: [document.title, document.querySelector('h1').innerText],
+        overflow: document.documentElement.scrollWidth - innerWidth,
+        colours: [style.color, style.backgroundColor],
+        text: document.body.innerText,
+        tables: all('table.facts', table => [table.caption.innerText, [...table.tBodies[0].rows].map(row => [
+            row.cells[0].innerText, all('data', cell => [Number(cell.value), cell.innerText], row)])]),
+        charts: all('.chart', chart => [
+            chart.ariaLabel,
+            all('.u-legend .u-label', label => label.innerText, chart),
+            all('canvas', canvas => {
+                const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+                return new Set(new Uint32Array(pixels.buffer)).size;
+            }, chart)[0],
+        ]),
+        bars: all('.timeline', each => each.querySelectorAll('svg.lanes > svg').length),
+        frames: all('.wide', frame => frame.tabIndex === 0 && frame.ariaLabel.length > 0),
+        widths: [lanes.getAttribute('width')],
+    };
+    document.querySelector('button[data-zoom="0.5"]').click();
+    found.widths.push(lanes.getAttribute('width'));
+    // A frame stands for the tab with Perfetto, which is not on this machine. It answers the first PING.
+    found.trace = await new Promise(resolve => {
+        const tab = document.body.appendChild(document.createElement('iframe')).contentWindow;
+        const origin = 'https://ui.perfetto.dev';
+        tab.postMessage = message => {
+            if (message.perfetto) resolve(new TextDecoder().decode(message.perfetto.buffer));
+            else dispatchEvent(new MessageEvent('message', {data: 'PONG', origin, source: tab}));
+        };
+        window.open = () => tab;
+        document.querySelector('button.perfetto').click();
+    });
+    const requests = performance.getEntriesByType('resource').map(request => request.name);
+    document.documentElement.textContent = JSON.stringify({...found, complaints, requests});
+});
+"""
+"""The first script of the page, which replaces it by what a reader sees, as JSON."""
 
-BARS = "[...document.querySelectorAll('.timeline')].map(each => each.querySelectorAll('svg.lanes > svg').length)"
 
-needs_browser = pytest.mark.skipif(
-    find_browser() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
-)
+def digest(script: str) -> str:
+    """Return the digest of a script that the policy of the page names."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-@pytest.fixture
-def page(run: Path) -> Iterator[Page]:
+def seen(page: Path, width: int, scheme: str) -> dict[str, Any]:
+    """Return what a reader sees in a window of ``width`` CSS pixels, "light" or "dark"."""
+    assert BROWSER is not None
+    text = page.read_text().replace("script-src ", f"script-src {digest(PROBE)} ", 1)
+    probed = page.with_name("probed.html")
+    probed.write_text(text.replace("<title>", f"<script>{PROBE}</script>\n<title>", 1))
+    options = [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", f"--window-size={width},800"]
+    options += ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    options += [f"--user-data-dir={page.parent / 'browser'}", "--virtual-time-budget=5000", "--dump-dom"]
+    shown = subprocess.check_output([BROWSER, *options, probed.as_uri()], text=True, timeout=60)
+    found: dict[str, Any] = json.loads(html.unescape(re.sub(r"<[^>]*>", "", shown)))
+    return found
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium-headless-shell")
+def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narrow(run: Path) -> None:
+    """Check also that a button enlarges the timeline, and that another hands the trace to Perfetto."""
     assert main(["report", str(run)]) == 0
-    browser = find_browser()
-    assert browser is not None
-    with browsing(browser) as page:
-        yield page
-
-
-@needs_browser
-def test_a_browser_shows_the_numbers_of_the_run_in_light_and_dark_wide_and_narrow(run: Path, page: Page) -> None:
     info = json.loads((run / "run.json").read_text())
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()][WARM_UPDATES:]
-    colours = {"light": ["rgb(27, 31, 36)", "rgb(255, 255, 255)"], "dark": ["rgb(228, 231, 235)", "rgb(20, 23, 27)"]}
-    for width, scheme in product((1280, 390), colours):
-        page.open(run / "report.html", width, scheme=scheme)
-        assert page.evaluate("document.title") == page.evaluate("document.querySelector('h1').innerText")
-        assert page.evaluate("document.title") == f"Updates of {run.name}"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        style = "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
-        assert page.evaluate(style) == colours[scheme]
-        charts = page.evaluate(CHARTS)
-        assert [series for _, series, _ in charts] == [
+    for width, scheme, colours in (
+        (1280, "light", ["rgb(27, 31, 36)", "rgb(255, 255, 255)"]),
+        (390, "dark", ["rgb(228, 231, 235)", "rgb(20, 23, 27)"]),
+    ):
+        found = seen(run / "report.html", width, scheme)
+        assert found["titles"] == [f"Updates of {run.name}"] * 2
+        assert found["overflow"] <= 0
+        assert found["colours"] == colours
+        assert [series for _, series, _ in found["charts"]] == [
             ["step", "iteration", "forward", "backward"],
             ["step", "cost", "slower forward"],
             ["step", "memory"],
         ]
-        assert all("per step" in text and colours > 10 for text, _, colours in charts)
-        measured, predicted = page.evaluate(BARS)
-        assert min(measured, predicted) >= len(PLAN.schedule.actions)
-    tables: dict[str, Any] = dict(page.evaluate(TABLES))
-    text = page.evaluate("document.body.innerText")
-    # Frames that scroll can be reached by keyboard.
-    frames = "[...document.querySelectorAll('.wide')].map(frame => [frame.tabIndex, frame.ariaLabel.length > 0])"
-    assert set(map(tuple, page.evaluate(frames))) == {(0, True)}
-    assert page.complaints == []
-    assert page.requests == [(run / "report.html").as_uri()] * 4
-    assert HOSTILE in text, "the hostile name is shown as text"
-    check_tables(tables, info, steps)
-
-
-@needs_browser
-def test_a_button_enlarges_the_timeline_and_another_hands_the_trace_to_perfetto(run: Path, page: Page) -> None:
-    page.open(run / "report.html", 1280)
-    width = "document.querySelector('.timeline svg.lanes').getAttribute('width')"
-    assert page.evaluate(width) == "100%"
-    page.evaluate("document.querySelector('button[data-zoom=\"0.5\"]').click()")
-    assert page.evaluate(width) == "200%"
-    # A frame stands for the tab with Perfetto, which is not on this machine. It answers the first PING.
-    trace = page.evaluate(
-        """new Promise(resolve => {
-        const tab = document.body.appendChild(document.createElement('iframe')).contentWindow;
-        tab.postMessage = message => {
-            if (message.perfetto) resolve(new TextDecoder().decode(message.perfetto.buffer));
-            else window.dispatchEvent(new MessageEvent('message', {data: 'PONG', origin: ORIGIN, source: tab}));
-        };
-        window.open = () => tab;
-        document.querySelector('button.perfetto').click();
-    })""".replace("ORIGIN", "'https://ui.perfetto.dev'")
-    )
-    events = [json.loads(text)["traceEvents"] for text in (trace, (run / "timeline.json").read_text())]
-    assert [event["name"] for event in events[0]] == [event["name"] for event in events[1]]
-    assert page.complaints == []
+        assert all("per step" in text and colours > 10 for text, _, colours in found["charts"])
+        assert min(found["bars"]) >= len(PLAN.schedule.actions)
+        assert len(found["bars"]) == 2, "measured and predicted"
+        assert all(found["frames"]), "frames that scroll can be reached by keyboard"
+        assert found["widths"] == ["100%", "200%"]
+        events = [json.loads(text)["traceEvents"] for text in (found["trace"], (run / "timeline.json").read_text())]
+        assert [event["name"] for event in events[0]] == [event["name"] for event in events[1]]
+        assert (found["complaints"], found["requests"]) == ([], [])
+        assert HOSTILE in found["text"], "the hostile name is shown as text"
+        check_tables(dict(found["tables"]), info, steps)
 
 
 def check_tables(tables: dict[str, Any], info: dict[str, Any], steps: list[dict[str, Any]]) -> None:
@@ -221,10 +230,9 @@ def test_text_is_escaped_and_nothing_is_fetched(run: Path, tmp_path: Path, capsy
     assert "default-src 'none'" in text
     # Only the page's own scripts run.
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    allowed = " ".join(map(digest, scripts))
     assert f'script-src {html.escape(allowed).replace("&#x27;", "&#39;")}">' in text
-    assert len(hashes) == 2
+    assert len(scripts) == 2
 
 
 def test_a_written_run_reads_back(run: Path) -> None:
