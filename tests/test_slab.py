@@ -9,15 +9,14 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from deep_opt_states.device import cuda
 from deep_opt_states.device import slab as slab_module
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.slab import HUGE_PAGE_BYTES, HostMemoryError, HostSlab
@@ -158,92 +157,58 @@ def test_memory_without_references_is_unregistered_once_and_then_unmapped(is_clo
     assert not is_mapped(registered[0][0])
 
 
-SUCCESS, OUT_OF_MEMORY, NOT_REGISTERED = 0, 2, 713
+class RefusedByCuda(RuntimeError):
+    """The error of a simulated call."""
 
 
-class CudaError(RuntimeError):
-    pass
+def simulate_cuda(patch: pytest.MonkeyPatch, *, register: int = 0, unregister: int = 0) -> list[str]:
+    """Replace CUDA's calls, of which two return these codes, and return the list that they append themselves to.
 
-
-class CudaRuntime:
-    """A test double for the parts of ``torch`` that our device uses.
-
-    As in CUDA, the last error stays until a call reads it.
+    As in CUDA, the last error stays until a launch raises and clears it: here each ``ones`` raises.
     """
+    calls: list[str] = []
 
-    def __init__(self, register: int = SUCCESS, unregister: int = SUCCESS) -> None:
-        self._results = {"register": register, "unregister": unregister}
-        self.calls: list[str] = []
-        self.last_error = SUCCESS
-        self.device = torch.device
-        self.cuda = SimpleNamespace(
-            CudaError=CudaError,
-            check_error=self._check_error,
-            cudart=lambda: SimpleNamespace(
-                cudaHostRegister=lambda address, size_bytes, flags: self._result("register"),
-                cudaHostUnregister=lambda address: self._result("unregister"),
-            ),
-            device=self._current,
-            set_device=lambda device: self.calls.append(f"set {device}"),
-            synchronize=lambda: self.calls.append("synchronize"),
-            Event=lambda **options: self.calls.append(f"event {options}"),
-        )
+    def check_error(code: int) -> None:
+        if code != 0:
+            raise RefusedByCuda(f"refused ({code})")
 
-    def _result(self, call: str) -> int:
-        self.calls.append(call)
-        self.last_error = self._results[call] or self.last_error
-        return self._results[call]
-
-    @staticmethod
-    def _check_error(result: int) -> None:
-        if result != SUCCESS:
-            raise CudaError(f"refused ({result})")
-
-    @contextmanager
-    def _current(self, device: torch.device) -> Iterator[None]:
-        self.calls.append(f"with {device}")
-        yield
-
-    def ones(self, numel: int, device: torch.device) -> None:
-        """Raise and clear the last error of any call, as ``C10_CUDA_KERNEL_LAUNCH_CHECK`` does after a launch."""
-        error, self.last_error = self.last_error, SUCCESS
-        if error != SUCCESS:
-            raise RuntimeError(f"CUDA error: stale ({error})")
-
-
-def device_on(runtime: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    monkeypatch.setattr(cuda, "torch", runtime)
-    return CudaDevice(3)
+    patch.setattr(torch.cuda, "CudaError", RefusedByCuda)
+    patch.setattr(torch.cuda, "check_error", check_error)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *_: calls.append("register") or register,
+        cudaHostUnregister=lambda *_: calls.append("unregister") or unregister,
+    )
+    patch.setattr(torch.cuda, "cudart", lambda: runtime)
+    patch.setattr(torch.cuda, "device", lambda device: nullcontext(calls.append(f"with {device}")))
+    patch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device}"))
+    patch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    patch.setattr(torch.cuda, "Event", lambda **options: calls.append(f"event {options}"))
+    patch.setattr(torch, "ones", mock.Mock(side_effect=lambda *_, **__: check_error(calls.append("launch") or 1)))
+    return calls
 
 
 def test_a_refused_lock_or_unlock_leaves_no_error_for_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check it because the next launch may be that of the collective in which the ranks agree on the error."""
-    runtime = CudaRuntime(register=OUT_OF_MEMORY)
+    calls = simulate_cuda(monkeypatch, register=2)
     with pytest.raises(HostMemoryError, match=r"refused: refused \(2\)"):
-        device_on(runtime, monkeypatch).host_slab(1000).lock()
-    runtime.ones(1, torch.device("cuda"))
-    runtime = CudaRuntime(unregister=NOT_REGISTERED)
-    slab = device_on(runtime, monkeypatch).host_slab(1000)
+        CudaDevice(3).host_slab(1000).lock()
+    assert calls == ["register", "launch"]
+    calls = simulate_cuda(monkeypatch, unregister=713)
+    slab = CudaDevice(3).host_slab(1000)
     slab.lock()
-    with pytest.raises(CudaError, match="713"):
+    with pytest.raises(RefusedByCuda, match="713"):
         slab.close()
-    assert runtime.last_error == SUCCESS
+    assert calls[-2:] == ["unregister", "launch"]
 
 
 def test_memory_is_unregistered_on_its_device_once_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check it on a thread whose current device is another one, such as a thread that collects garbage."""
-    runtime = CudaRuntime()
-    device = device_on(runtime, monkeypatch)
+    calls = simulate_cuda(monkeypatch)
+    device = CudaDevice(3)
     slab = device.host_slab(1000)
     slab.lock()
     slab.close()
-    assert runtime.calls == ["register", "with cuda:3", "synchronize", "unregister"]
+    assert calls == ["register", "with cuda:3", "synchronize", "unregister"]
     device.enter_thread()
     device.event()
-    assert runtime.calls[4:] == ["set cuda:3", "event {'enable_timing': True, 'blocking': True}"]
-
-
-def test_pytorch_has_the_names_that_the_simulated_runtime_replaces() -> None:
-    """Check the names. Only a build of PyTorch for CUDA can call them, but every build has them."""
-    used: Any = torch.cuda
-    assert all(hasattr(used, name) for name in vars(CudaRuntime().cuda))
+    assert calls[4:] == ["set cuda:3", "event {'enable_timing': True, 'blocking': True}"]
