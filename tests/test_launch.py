@@ -1,4 +1,4 @@
-"""Check the apparatus: a forked rank is as a fresh one, and the searches for races and leaks find a fault."""
+"""Check the apparatus: a forked rank is as a fresh one, and the search for leaks finds a fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import stress
+from deep_opt_states.waiting import THREAD
 from tests.fork_server import import_all
 from tests.launch import answer, is_running, run_ranks
 from tests.ranks import on_ranks, once
@@ -32,7 +32,9 @@ def describe() -> dict[str, Any]:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "leads a session": os.getsid(0) == os.getpid(),
-        "threads": [len(threading.enumerate()), torch.get_num_threads(), torch.get_num_interop_threads()],
+        # The thread that watches for a long build may outlive a short one by a moment.
+        "threads": [thread.name for thread in threading.enumerate() if thread.name != THREAD],
+        "torch threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
         "signals": [str(signal.getsignal(name)) for name in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
         "affinity": sorted(os.sched_getaffinity(0)),
         "defaults": [str(torch.get_default_dtype()), torch.is_grad_enabled(), dist.is_initialized()],
@@ -89,32 +91,6 @@ def test_a_failure_names_the_rank_and_the_values_of_the_assertion_for_all_tests_
             started(2)
         assert "rank 0" not in str(caught.value)
     assert calls == [2]
-
-
-FAULTY = """
-from hypothesis import given, note
-from tests.model.strategies import schedules
-
-@given(schedules())
-def test_claims_that_nothing_is_ever_flushed(drawn):
-    note(f"{drawn[0]}")
-    assert "FLUSH_STATES" not in str(drawn[0])
-"""
-
-
-def test_a_failure_is_printed_with_its_seed_and_the_shrunk_schedule(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faulty = tmp_path / "test_faulty.py"
-    faulty.write_text(FAULTY)
-    monkeypatch.setattr(stress, "SCHEDULE_TESTS", [faulty])
-    monkeypatch.setattr(stress, "SEARCHES", (stress.schedules,))
-    assert stress.main(["--seed", "17", "--minutes", "5"]) == 1
-    printed = capsys.readouterr().out
-    assert "FAILED: schedules with seed 17. Repeat with: make stress SEED=17 MINUTES=0" in printed
-    shrunk = printed[printed.index("schedule slots") :].splitlines()[1:4]
-    actions = [line.split("E ")[-1].strip().split(" slot")[0] for line in shrunk]
-    assert actions == ["PREFETCH 0", "GPU_STEP 0", "FLUSH_STATES 0"]
 
 
 @pytest.mark.P6
