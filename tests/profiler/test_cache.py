@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +19,10 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import quick_profile
-from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import NO_ACCELERATOR, ProbeEffort, noise_waivers, training_cpu_adam
 from deep_opt_states.profiler.ranks import Ranks, launched_ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import profile
-from tests.profiler.threads import on_ranks as on_threads
 from tests.profiler.virtual import SMALL, kernels
 from tests.ranks import on_ranks
 
@@ -116,56 +113,6 @@ def test_a_profile_is_measured_again_only_if_a_quantity_was_implausible(
     assert (message in log[-1]) is not is_cached
     monkeypatch.setattr(cache, "measure", quiet)
     assert [profile_and_log(Ranks())[0] for _ in range(2)] == [1e9 + (1 if is_cached else 2)] * 2
-
-
-def test_all_ranks_use_the_profile_in_the_cache_of_rank_0(
-    folder: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = mock.Mock(side_effect=cache._read)
-    monkeypatch.setattr(cache, "_read", read)
-    first = on_threads(3, profile_and_log)
-    assert sorted(measured) == [0, 1, 2]
-    assert [outcome[0] for outcome in first] == [1e9 + 1] * 3
-    assert [bool(outcome[1]) for outcome in first] == [True, False, False], "only rank 0 logs"
-    assert [outcome[0] for outcome in on_threads(3, profile_and_log)] == [1e9 + 1] * 3
-    assert (len(measured), read.call_count) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("broken", "error", "expected"),
-    [
-        ("fingerprint", KeyError("facts"), "rank 0: KeyError: 'facts'"),
-        ("measure", ProfileError("no kernel"), "no kernel"),
-    ],
-)
-def test_a_failure_is_raised_on_all_ranks_and_nothing_is_cached(
-    broken: str, error: Exception, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, broken, mock.Mock(side_effect=error))
-    outcomes = on_threads(2, profile_and_log)
-    assert {type(outcome) for outcome in outcomes} == {ProbeError if broken == "fingerprint" else ProfileError}
-    assert {str(outcome) for outcome in outcomes} == {expected}
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize("place", ["a file in place of the folder", "a folder in place of the file", "no home folder"])
-def test_a_profile_that_cannot_be_cached_is_used_with_a_line_of_the_log(
-    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check reasons that stop even root, who may write to any folder."""
-    monkeypatch.setattr(cache, "fingerprint", lambda *facts: "there")
-    if place == "a file in place of the folder":
-        folder.write_text("")
-    elif place == "a folder in place of the file":
-        (folder / "there.json").mkdir(parents=True)
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    rate, log = profile_and_log(Ranks())
-    assert rate == 1e9 + 1
-    assert "not cached" in log[-1]
-    assert "XDG_CACHE_HOME" in log[-1]
-    assert not folder.is_dir() or [path.name for path in folder.iterdir()] == ["there.json"]
 
 
 def profiles_of_a_rank() -> tuple[list[str], list[str], int]:
