@@ -45,7 +45,7 @@ def write(folder: Path, value: object) -> Path:
     ("machine", "model"), [*((name, "Llama-3-8B") for name in MACHINES), *(("gh200", name) for name in MODELS)]
 )
 def test_every_preset_is_planned_for_with_consistent_figures(machine: str, model: str) -> None:
-    found = planned(job(machine, model, world_size=16))
+    found = planned(job(machine, model, world_size=16, unit_size=10**9))
     predicted, baselines = found["predicted"], found["baselines"]
     assert (set(predicted), set(baselines)) == (KEYS, BASELINES)
     assert 0 < found["work_lower_bound_s"] <= predicted["update_s"] * (1 + 1e-9)
@@ -63,7 +63,7 @@ def test_every_preset_is_planned_for_with_consistent_figures(machine: str, model
         assert outcome["speed_up"] == (None if stock_s is None else pytest.approx(stock_s / outcome["iteration_s"]))
         assert name == "no_offload" or predicted["exposed_update_s"] <= outcome["exposed_update_s"] * (1 + 1e-9)
     block = found["deepspeed_config"]
-    assert block["deep_optimizer_states"] == {"placement": "planned"}
+    assert block["deep_optimizer_states"] == {"placement": "planned", "unit_size": 10**9}
     assert block["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 

@@ -148,7 +148,8 @@ def test_sweep_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.Capt
     assert "1 GPUs, micro-batch 2: Nothing fits" in shown
     assert main(["sweep", *SWEEP, "--world-sizes", "1", "--micro-batches", "1", *sizes[4:6]]) == 1
     capsys.readouterr()
-    assert main(["sweep", *SWEEP, *sizes[:-2], "--csv", str(tmp_path / "none" / "sweep.csv")]) == 2
+    one_pair = ["--world-sizes", "8", "--micro-batches", "1", *sizes[4:6], "--csv", str(tmp_path / "none/sweep.csv")]
+    assert main(["sweep", *SWEEP, *one_pair]) == 2
     output = capsys.readouterr()
-    assert output.out == shown, "the table is printed although the file cannot be written"
+    assert "tokens/s" in output.out, "the table is printed although the file cannot be written"
     assert output.err.startswith("--csv: must be a file that can be written")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import perf_model.planner
-from perf_model.planner import LITTLE, MAX_SIMULATED_UNITS, MAX_SLOTS, UNIT_SIZES, PlannedUpdate, plan_units
+from perf_model.planner import LITTLE, MAX_SLOTS, UNIT_SIZES, PlannedUpdate, plan_units
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, DoesNotFit, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
@@ -129,11 +129,12 @@ def test_free_memory_is_used_for_residents() -> None:
     assert placements[:residents] == (RESIDENT,) * residents
 
 
-def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations() -> None:
+def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_model.planner, "MAX_SIMULATED_UNITS", 4_000)
     overlap = Windows(backward_s=0.5, forward_s=1.0)
     workload, budgets = Workload.from_numels([10**8] * 1000), budget_for(220, 10**8)
     planned = plan_updates(workload, cost(dram=90e9, both=22e9), budgets, overlap)
-    assert 0 < planned.simulations <= MAX_SIMULATED_UNITS / 1000 + 2
+    assert 0 < planned.simulations <= 4_000 / 1000 + 2
 
 
 def eager_plans(overlap: Windows, **rates: float) -> tuple[PlannedUpdate, PlannedUpdate]:
