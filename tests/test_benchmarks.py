@@ -69,11 +69,6 @@ def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) 
         assert all(bits.values())
 
 
-def test_a_benchmark_that_needs_a_gpu_is_waived(tmp_path: Path) -> None:
-    (row,) = run("gpu", tmp_path)
-    assert row["waived"].startswith("no GPU")
-
-
 TINY_OURS = ours_limited(MODELS["tiny"]).name
 
 

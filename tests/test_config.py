@@ -111,10 +111,6 @@ def test_a_rule_without_effect_is_refused_with_the_dotted_key_and_the_nearest_na
         "deep_optimizer_states.placement[0].match: must match a parameter of the model, found 'heads.*'.\n"
         "The nearest names: head"
     )
-    with pytest.raises(ConfigError, match="which matches only frozen parameters"):
-        parse({"placement": BY_NAME}).check_names(NAMES[:-1], frozen=NAMES[-1:])
-    with pytest.raises(ConfigError, match=r'another name of "embed\.weight"'):
-        parse({"placement": BY_NAME}).check_names(NAMES[:-1], aliases={NAMES[-1]: NAMES[0]})
 
 
 RESIDENTS = '[{"match": "*", "states": "resident"}]'
@@ -153,7 +149,6 @@ RESIDENTS = '[{"match": "*", "states": "resident"}]'
         ({"placement": [*BY_NAME, REST_STREAMED], "gpu_memory_gb": 4}, "gpu_memory_gb", "4", ""),
         # ``tests/model/test_cutting.py`` has the other rules.
         ({"placement": [*BY_NAME, "cpu"]}, "placement[2]", "'cpu'", ""),
-        ({"placement": [{"states": "cpu"}]}, "placement[0].match", "nothing", ""),
         ({"unit_size": 1e6}, "unit_size", "1000000.0", ""),
         ({"num_slots": 0}, "num_slots", "0", ""),
         ({"bind_cores": "no"}, "bind_cores", "'no'", ""),

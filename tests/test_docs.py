@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from configparser import ConfigParser
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -231,13 +230,6 @@ def test_pip_accepts_every_release_that_was_tried(package: str, tried: tuple[str
     (requirement,) = (Requirement(line) for line in NEEDED if line.startswith(f"{package}>"))
     assert all(requirement.specifier.contains(version) for version in tried)
     assert not requirement.specifier.contains(older)
-
-
-def test_the_entry_points_are_installed() -> None:
-    (autoload,) = entry_points(group="torch.backends", name="deep_opt_states")
-    assert autoload.value == "deep_opt_states.activation:activate"
-    (command,) = entry_points(group="console_scripts", name="deep-opt-states")
-    assert command.value == "deep_opt_states.cli.main:main"
 
 
 def test_the_metadata_name_the_author_the_license_and_the_versions_of_python_that_a_release_was_tried_with() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.__main__ import main
-from perf_model.json_input import MAX_FILE_BYTES, parse_json, printable, shorten
+from perf_model.json_input import parse_json, printable, shorten
 from perf_model.prediction.hardware import ACCELERATOR_RATES
 from perf_model.presets.machines import MACHINES
 from tests.cli.planning import LLAMA, job
@@ -48,19 +48,11 @@ def assert_refused(arguments: list[str], expected: str = "") -> None:
     assert not error.startswith("usage:")
 
 
-ANY_FILE: dict[str, bytes] = {
-    "empty": b"",
-    "binary": bytes(range(256)),
-    "half a string": b'{"name": "',
-    "number": b"3",
-    "list": b"[1]",
-    "key twice": b'{"version": 2, "version": 2}',
-    "larger than 10 MB": b" " * (MAX_FILE_BYTES + 1),
-}
-"""Files that are neither a profile, nor a config, nor rules. ``tests/test_config.py`` has more of the first two."""
-
 FILES: dict[str, tuple[str, bytes]] = {
-    **{f"rules: {name}": ("rules", content) for name, content in ANY_FILE.items()},
+    # ``tests/test_config.py`` has more of them.
+    "rules are half a string": ("rules", b'[{"match": "'),
+    "rules are a number": ("rules", b"3"),
+    "rules are numbers": ("rules", b"[1]"),
     "pattern matches nothing": ("rules", b'[{"match": "lm_heads", "states": "cpu"}]'),
     "rule without effect": ("rules", b'[{"match": "*", "states": "cpu"}, {"match": "lm_head.*", "states": "cpu"}]'),
     "profile is empty": ("profile", b""),
@@ -129,6 +121,8 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "micro-batches": ([*CLUSTER, "--micro-batches", "auto,1"], "auto"),
     "network": ([*CLUSTER, "--node-gb-per-s", "nan"], "--node-gb-per-s: must be a number from 0.001 to 10000"),
     "GPUs": ([*CLUSTER, "--gpus", "0"], "Correct --world-size, or --nodes (--gpus of a cluster)."),
+    "no batch": ([*CLUSTER, "--global-batch", "0"], "global_batch: must be an integer from 1 to "),
+    "a large micro-batch": ([*CLUSTER, "--micro-batches", "3"], "times the micro-batch, here of 24, found 16"),
     "batch": ([*CLUSTER, "--global-batch", "50"], "Give --global-batch 48 or 56, or another number of --gpus."),
 }
 

@@ -19,7 +19,6 @@ from perf_model.cli import cluster_command
 from perf_model.cluster.layouts import layouts_of, tensor_parallel_sizes
 from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.models import MODELS
-from perf_model.training_run.model import ModelError
 from perf_model.training_run.training_memory import TrainingMemory
 from tests.model.profiles import RATES, job, profile
 
@@ -40,23 +39,6 @@ def test_every_layout_trains_the_global_batch_on_all_gpus(
         assert layout.tensor_parallel * layout.data_parallel == gpus
         assert layout.data_parallel * layout.micro_batch * layout.accumulation == gpus * sequences
         assert micro_batches is None or layout.micro_batch in micro_batches
-
-
-@pytest.mark.parametrize(
-    ("global_batch", "sizes", "micro_batches", "message"),
-    [
-        (100, [1, 2, 4], None, "the data-parallel size, here of 16, found 100.*96 or 112"),
-        (64, [1], [3], "data-parallel size times the micro-batch, here of 192.*found 64.*Give --global-batch 192, or"),
-        (1024, [3], None, "tensor_parallel: must divide the number of ranks of a node, 8, found 3"),
-        (0, [1], None, "global_batch: must be an integer from 1 to .*\nCorrect --global-batch"),
-    ],
-)
-def test_batches_and_sizes_that_no_layout_has_are_refused(
-    global_batch: int, sizes: list[int], micro_batches: list[int] | None, message: str
-) -> None:
-    with pytest.raises(ModelError, match=f"(?s){message}") as caught:
-        layouts_of(CLUSTER, global_batch, sizes, micro_batches)
-    assert len(str(caught.value).splitlines()) == 2
 
 
 TENSOR_PARALLEL = job(MODELS["Llama-3-8B"], 16, 8, micro_batch=2, sequence=512, tensor_parallel=4)

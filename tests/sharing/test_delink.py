@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -189,6 +190,9 @@ def killed_before_call(number: int, run: Callable[[], int]) -> int:
 
 
 def test_a_killed_delink_leaves_the_old_checkpoint_and_no_half_of_a_new_one(pseudo: Path) -> None:
+    # Each file is a few moments: only one parameter that is shared, and one that is not.
+    for name in NAMES[2:]:
+        shutil.rmtree(pseudo / "zero" / name)
     before = digests(pseudo)
     options = ["--share", "model.layers.0", "--into", "model.layers.2", "--moments", "mean"]
     expected = digests(delink(pseudo, *options, real="expected"))
@@ -210,7 +214,7 @@ def test_a_killed_delink_leaves_the_old_checkpoint_and_no_half_of_a_new_one(pseu
             assert digests(delink(pseudo, *options, real=real.name)) == expected
             assert not real.with_name(f".{real.name}.partial").exists()
             (pseudo.parent / "latest_universal").write_text("pseudo")
-    assert number > 25, "the calls are counted"
+    assert number > 20, "the calls are counted"
     assert complete >= 1, "killed after the rename, before latest_universal"
 
 
