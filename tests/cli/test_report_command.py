@@ -287,6 +287,7 @@ def test_a_folder_without_a_readable_run_is_refused_with_the_remedy(
     assert main(["report", str(tmp_path)]) == 1
     message = capsys.readouterr().err
     assert f"found {tmp_path}" in message
+    assert ("not the trace of an update" in message) == (name in ("timeline.json", "predicted.json"))
     assert '"report": "FOLDER"' in message
 
 

@@ -143,14 +143,3 @@ def test_only_several_nodes_of_the_preset_without_a_changed_figure_are_compared_
     assert megatron_rates(PROFILE, replace(job, world_size=8)) is None, "one node"
     assert megatron_rates(MACHINES["a100-pcie4"].profile(8), job) is None
     assert megatron_rates(replace(MACHINES[SELENE], network_bytes_per_s=25e9).profile(8), job) is None
-
-
-def test_an_interleaved_schedule_gains_more_than_10_percent_at_small_batches_and_nothing_at_large_ones() -> None:
-    gpt_3 = on_nodes(gpt("GPT-3", 96, 12288, 96, VOCAB, SEQUENCE), 96, 8, tensor_parallel=8)
-
-    def gain(batch: int) -> float:
-        plain, *interleaved = schedules(gpt_3, batch, 12)
-        return plain.iteration_s / min(layout.iteration_s for layout in interleaved) - 1
-
-    assert [round(gain(batch), 2) for batch in (12, 60)] == [0.67, 0.12], "section 5.3 shows the same direction"
-    assert gain(1536) < 0.01

@@ -223,13 +223,6 @@ def test_a_chrome_trace_has_the_model_above_the_lanes_and_is_read_as_the_same_ti
         assert (span.start_s, span.end_s) == pytest.approx((other.start_s, other.end_s))
 
 
-@pytest.mark.parametrize("changes", [None, {"name": "sleep", "args": {}}, {"name": "SLEEP 3"}])
-def test_a_trace_that_is_not_of_an_update_is_refused(changes: dict[str, object] | None) -> None:
-    event = {"ph": "X", "ts": 0, "dur": 1, "args": {"slot": None, "after": []}}
-    with pytest.raises(ValueError, match=r"trace|Phase|action"):
-        Timeline.from_chrome_trace([] if changes is None else {"traceEvents": [event | changes]})
-
-
 def test_a_picture_has_the_model_and_stocks_above_the_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, drawn = tmp_path / "timeline.png", []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
