@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 
 from perf_model.planner import PlannedUpdate, plan_units
 from perf_model.prediction.cost import CostModel, Resource, traffic_by_action
-from perf_model.prediction.memory import DEFAULT_SETUP, MIB, Budgets, TrainingSetup
+from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import FP32_BYTES, STATES, Workload
+from perf_model.schedule.workload import Workload
 
 PLENTY = 1e15
 
@@ -57,19 +56,7 @@ def plan_of(
     return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, eager=eager)
 
 
-def makespan_s(timeline: Timeline) -> float:
-    """Return the seconds from 0, or from the first action if that is earlier, to the end of the last action."""
-    return timeline.end_s - min((span.start_s for span in timeline.spans if span.start_s < 0), default=0.0)
-
-
 windows = st.builds(Windows, backward_s=st.floats(0, 1), forward_s=st.floats(0, 1))
-
-
-def resident_bytes_of(numel: int) -> int:
-    """Return the least bytes that p, m and v of that length take, in a slot or resident."""
-    each_bytes = numel * FP32_BYTES
-    block_bytes = 2 * MIB if each_bytes > 10 * MIB - 512 else 512
-    return len(STATES) * -(-each_bytes // block_bytes) * block_bytes
 
 
 NO_WINDOWS = Windows()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import perf_model.planner
 from perf_model.planner import LITTLE, MAX_SLOTS, UNIT_SIZES, PlannedUpdate, plan_units
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, DoesNotFit, TrainingSetup, memory_of
+from perf_model.prediction.memory import DEFAULT_SETUP, MIB, Budgets, DoesNotFit, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import Simulator, simulate
 from perf_model.prediction.slowdown import Slowdown
@@ -25,7 +25,7 @@ from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Range, Unit, Workload
-from tests.model.costs import cost, costs, plan_updates, resident_bytes_of
+from tests.model.costs import cost, costs, plan_updates
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 NO_WINDOWS = Windows()
@@ -38,7 +38,8 @@ SETUPS = st.builds(TrainingSetup, accumulates=st.booleans())
 
 def budget_for(slots: int, numel: int) -> Budgets:
     """Return a GPU budget for ``slots`` slots or residents of ``numel`` parameters."""
-    return Budgets(gpu_bytes=slots * resident_bytes_of(numel))
+    # The allocator rounds p, m and v up to 2 MiB each.
+    return Budgets(gpu_bytes=slots * (12 * numel + 6 * MIB))
 
 
 def exposed_s(plan: UpdatePlan, model: CostModel, overlap: Windows) -> float:

@@ -24,7 +24,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
-from tests.model.costs import cost, costs, makespan_s, plan_of, windows
+from tests.model.costs import cost, costs, plan_of, windows
 from tests.model.strategies import plans, schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
@@ -32,7 +32,7 @@ CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 
 def predicted_s(update_plan: UpdatePlan, model: CostModel) -> float:
     """Return the predicted seconds of the update without windows."""
-    return makespan_s(simulate(update_plan.schedule, update_plan.workload, model))
+    return simulate(update_plan.schedule, update_plan.workload, model).end_s
 
 
 OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
