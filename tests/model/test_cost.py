@@ -54,6 +54,9 @@ def test_a_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_n
     assert without.has_accelerator
     assert not replace(profile({name: RATES[name] for name in REQUIRED}), gpu_memory_bytes=None).has_accelerator
     assert without.get("gpu_adam_params_per_s") is None
+    # Other processes can disturb the measurement of both directions. Then it is waived, and a plan is made without it.
+    capacities = CostModel.from_profile(profile({**RATES, "both_bytes_per_s": None})).capacities
+    assert capacities[Resource.BOTH] == pytest.approx(25e9 + 26e9)
     with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed to predict the update, found nothing"):
         without.rate("gpu_adam_params_per_s")
     with pytest.raises(ProfileError, match=r"matmul_flops_per_s: is needed to predict forward .*not in the profile"):

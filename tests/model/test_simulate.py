@@ -224,21 +224,19 @@ def test_a_chrome_trace_has_the_model_above_the_lanes_and_is_read_as_the_same_ti
 
 
 def test_a_picture_has_the_model_and_stocks_above_the_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, drawn = tmp_path / "timeline.png", []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes[0]))
     timeline = Timeline((Span(Action(ActionKind.PREFETCH, 3, 0), -0.005, 0.0), *TIMELINE.spans))
-    draw(timeline, path, "word " * 100)
-    draw(timeline, path, "a title", PHASES)
-    draw(timeline, path, "a title", PHASES, [PhaseSpan(Phase.EXPOSED, 0.0, 0.05)])
-    lanes, with_model, with_stock = (figure.axes[0] for figure in drawn)
-    rows = ["h2d", "compute", "d2h", "cpu", "publish"]
-    for axes, above in ((lanes, []), (with_model, ["model"]), (with_stock, ["stock's model", "model"])):
-        assert [label.get_text().splitlines()[0] for label in axes.get_yticklabels()] == [*above, *rows]
-    assert lanes.get_yticklabels()[3].get_text() == "cpu\n30% busy"
-    update, *title = lanes.get_title().splitlines()
-    assert update == "update of 10.0 ms"
+    draw(timeline, tmp_path / "timeline.png", "word " * 100, PHASES)
+    draw(timeline, tmp_path / "timeline.png", "a title", PHASES, [PhaseSpan(Phase.EXPOSED, 0.0, 0.05)])
+    with_model, with_stock = drawn
+    rows = ["model", "h2d", "compute", "d2h", "cpu", "publish"]
+    for axes, expected in ((with_model, rows), (with_stock, ["stock's model", *rows])):
+        assert [label.get_text().splitlines()[0] for label in axes.get_yticklabels()] == expected
+    assert with_model.get_yticklabels()[4].get_text() == "cpu\n30% busy"
+    update, *title = with_model.get_title().splitlines()
+    assert update == "update of 10.0 ms: 2.0 ms exposed, 8.0 ms hidden"
     assert len(title) > 1, "wrapped"
-    assert with_model.get_title().splitlines()[0] == "update of 10.0 ms: 2.0 ms exposed, 8.0 ms hidden"
     left_ms, right_ms = with_model.get_xlim()
     assert (-6 < left_ms < -5, 5 < right_ms < 6) == (True, True)
     assert "forward 198 ms" in [label.get_text() for label in with_model.texts], "the whole phase"

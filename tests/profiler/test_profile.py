@@ -22,9 +22,7 @@ from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.profile import IMPLAUSIBLE, describe, measure, noise_waivers
 from deep_opt_states.profiler.ranks import COLLECTIVES as COLLECTIVES_PER_REPETITION
 from deep_opt_states.profiler.ranks import CollectiveGroups, Ranks
-from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import QUANTITIES, HardwareProfile, Measurement, ProfileError
-from tests.model.profiles import profile
 from tests.profiler.virtual import SMALL, TimedAdam, VirtualDevice, kernels, virtual_clock
 
 THREADS = 3
@@ -251,14 +249,3 @@ def test_a_rate_that_cannot_be_true_beside_the_others_is_waived(rates: dict[str,
     # A rate that is waived with this word is not cached.
     assert all(found.waived.startswith(f"{IMPLAUSIBLE}{reason}") for found in waivers.values())
     assert PRODUCT not in noise_waivers(measurements, None, None), "a CPU may be that slow"
-
-
-def test_a_profile_whose_rate_in_both_directions_is_waived_still_gives_a_plan() -> None:
-    """Check the figures of an H100 beside other processes: this stopped a training run at its start."""
-    found, rates = profile(), {"both_bytes_per_s": 9.02e10, **TRANSFERS}
-    slowed = {**found.measurements, **{name: Measurement(samples=(rate,)) for name, rate in rates.items()}}
-    with pytest.raises(ProfileError, match="cannot exceed h2d_bytes_per_s plus d2h_bytes_per_s"):
-        replace(found, measurements=slowed)
-    used = replace(found, measurements=slowed | noise_waivers(slowed))
-    assert used.both_directions == pytest.approx(6.84e10)
-    assert CostModel.from_profile(used).capacities[Resource.BOTH] == pytest.approx(6.84e10)
