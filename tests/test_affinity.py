@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -156,61 +158,52 @@ def test_pytorch_uses_at_most_one_thread_per_cpu_of_the_binding() -> None:
         torch.set_num_threads(before)
 
 
-class AffinityKernel:
-    """A fake kernel with 8 CPUs, which records the affinities of this process's threads."""
-
-    def __init__(self) -> None:
-        self.masks: dict[int, frozenset[int]] = {}
-        self.ended: set[int] = set()
-        self.moves = 0
-        self.refused: Container[int] = ()
-
-    def get(self, thread: int) -> frozenset[int]:
-        if thread in self.ended:
-            raise ProcessLookupError
-        return self.masks.get(thread or os.getpid(), frozenset(range(8)))
-
-    def set(self, thread: int, cpus: frozenset[int]) -> None:
-        self.moves += 1
-        if self.moves in self.refused:
-            raise PermissionError(1, "Operation not permitted")
-        self.masks[thread or os.getpid()] = frozenset(cpus)
-
-
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[AffinityKernel]:
-    kernel = AffinityKernel()
+def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, frozenset[int]]]:
+    """Replace the kernel by one with 8 CPUs, and yield the affinity of each thread; one that has ended has none."""
+    masks = defaultdict(lambda: frozenset(range(8)))
+
+    def get(thread: int) -> frozenset[int]:
+        if not masks[thread or os.getpid()]:
+            raise ProcessLookupError
+        return masks[thread or os.getpid()]
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", kernel.get)
-        patch.setattr(os, "sched_setaffinity", kernel.set)
-        yield kernel
+        patch.setattr(os, "sched_getaffinity", get)
+        patch.setattr(os, "sched_setaffinity", lambda thread, cpus: masks.update({thread or os.getpid(): {*cpus}}))
+        yield masks
 
 
 def test_a_bound_thread_keeps_the_cpus_that_the_binding_allows_and_one_that_ends_is_ignored(
-    kernel: AffinityKernel,
+    masks: dict[int, frozenset[int]],
 ) -> None:
     with parked() as near, parked() as far, parked() as ended, parked() as ending:
-        kernel.masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1})}
-        kernel.ended.add(ended)
+        masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1}), ended: frozenset()}
         binding = LaunchBinding({2, 3, 4})
-        found = [kernel.get(tid) for tid in (os.getpid(), near, far, ending)]
+        found = [masks[tid] for tid in (os.getpid(), near, far, ending)]
         assert found == [{2, 3, 4}, {2, 3}, {2, 3, 4}, {2, 3, 4}]
-        kernel.ended.add(ending)
+        masks[ending] = frozenset()
         binding.release()
-        assert [kernel.get(tid) for tid in (os.getpid(), near, far)] == [set(range(8)), {1, 2, 3}, {0, 1}]
-        assert kernel.masks[ending] == {2, 3, 4}
-        assert ended not in kernel.masks
+        assert [masks[tid] for tid in (os.getpid(), near, far)] == [set(range(8)), {1, 2, 3}, {0, 1}]
+        assert masks[ending] == masks[ended] == set()
 
 
 @pytest.mark.P6
 @pytest.mark.parametrize("refused", [range(1, 1000), {2}], ids=["all", "the second"])
 def test_if_a_thread_cannot_be_moved_an_error_is_raised_and_no_thread_is_moved(
-    refused: Container[int], kernel: AffinityKernel
+    refused: Container[int], masks: dict[int, frozenset[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    move, moves = os.sched_setaffinity, count(1)
+
+    def refuse(thread: int, cpus: set[int]) -> None:
+        if next(moves) in refused:
+            raise PermissionError(1, "Operation not permitted")
+        move(thread, cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
     with parked() as thread:
-        kernel.refused = refused
         with pytest.raises(
             AffinityError, match=r"choosing \[6, 7\], found .*not permitted.*\nSet \"bind_cores\": false"
         ):
             LaunchBinding({6, 7})
-        assert kernel.get(os.getpid()) == kernel.get(thread) == set(range(8))
+        assert masks[os.getpid()] == masks[thread] == set(range(8))

@@ -137,6 +137,8 @@ def test_an_arm_trains_with_each_number_of_tokens_and_leaves_its_rows(arm: str) 
     assert len(set(str(losses[1]).split())) > 10, "the loss changes"
 
 
+# The comparison of bits is tested below, and an arm that trains above.
+@pytest.mark.thorough
 @pytest.mark.P1
 def test_ours_has_the_bits_of_stock() -> None:
     (row,) = rows_of(iter(outcomes_of(*bits_jobs("tiny", 64, ranks=1))))
