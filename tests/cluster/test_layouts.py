@@ -105,6 +105,7 @@ def test_megatron_is_compared_on_the_machine_of_its_paper_only(capsys: pytest.Ca
     assert limited == compared(capsys, **given | {"tensor_parallel": None})["megatron"], "limits are for ZeRO-3"
     assert compared(capsys, **given | {"network_gb_per_s": 25}, micro_batches=2)["megatron"] is None
     assert compared(capsys, **given | {"profile": "h100-pcie5"}, micro_batches=2)["megatron"] is None
+    assert compared(capsys, **given | {"gpus": 8}, micro_batches=2)["megatron"] is None, "one node"
     assert main(["cluster", *arguments(**given, micro_batches=2)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"is (about|[\d.]+ times) as fast as the best with t = 1 above. Tables 1 and 2 of arXiv", shown)

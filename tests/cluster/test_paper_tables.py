@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,11 +134,3 @@ def test_the_sizes_that_fit_and_are_fastest_are_those_of_table_1(row: Throughput
     assert found.tensor_parallel * found.stages * found.data_parallel == row.gpus
     assert found.micro_batches * found.micro_batch * found.data_parallel == row.batch
     assert found.bubble == bubble_share(found.stages, found.micro_batches, found.chunks)
-
-
-def test_only_several_nodes_of_the_preset_without_a_changed_figure_are_compared_with_megatron() -> None:
-    job = job_of(MANY_NODES)
-    assert megatron_rates(PROFILE, job) is not None
-    assert megatron_rates(PROFILE, replace(job, world_size=8)) is None, "one node"
-    assert megatron_rates(MACHINES["a100-pcie4"].profile(8), job) is None
-    assert megatron_rates(replace(MACHINES[SELENE], network_bytes_per_s=25e9).profile(8), job) is None
