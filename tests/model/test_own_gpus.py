@@ -67,12 +67,10 @@ def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
 def placements(cpu_share: float, streamed_share: float) -> tuple[Placement, ...]:
     """Return the shares of the run: residents first, and units of the CPU evenly among the streamed ones."""
     residents = round((1 - cpu_share - streamed_share) * UNITS)
-    placed = [Placement.RESIDENT] * residents
-    for position in range(UNITS - residents):
-        expected = (position + 1) * cpu_share / max(cpu_share + streamed_share, 1e-9)
-        is_due = placed.count(Placement.CPU) + 0.5 < expected
-        placed.append(Placement.CPU if is_due else Placement.STREAMED)
-    return tuple(placed)
+    share, others = cpu_share / max(cpu_share + streamed_share, 1e-9), range(UNITS - residents)
+    on_cpu = [round((place + 1) * share) > round(place * share) for place in others]
+    placed = [Placement.CPU if is_on_cpu else Placement.STREAMED for is_on_cpu in on_cpu]
+    return (*[Placement.RESIDENT] * residents, *placed)
 
 
 def forecast(job: Job, profile: HardwareProfile, limits: MemoryLimits, *unit_sizes: int) -> Forecast:
