@@ -82,6 +82,11 @@ def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path
         file.write_text(spoiled, errors="surrogateescape")
         assert [profile_and_log()[0] for _ in range(2)] == [1e9 + number] * 2
     assert list(folder.iterdir()) == [file]
+    # What cannot be replaced leaves no partial file, and the profile is used.
+    file.unlink()
+    file.mkdir()
+    assert "Set XDG_CACHE_HOME to a folder that can be written" in profile_and_log()[1][-1]
+    assert list(folder.iterdir()) == [file]
 
 
 TOO_FAST = {"both_beside_cpu_adam_bytes_per_s": Measurement(samples=(1e12,))}
