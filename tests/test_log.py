@@ -234,7 +234,13 @@ def gather_once_rank_1_is_missed(marker: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("rank", "here", "expected"),
-    [(0, [0, 2], "Missing: rank 1"), (2, [0, 2], "None"), (0, [0, 1, 2], ""), (1, [], "Nothing answers at 127.0.0.1:")],
+    [
+        (0, [0, 2], "Missing: rank 1"),
+        (2, [0, 2], "None"),
+        (0, [0, 1, 2], ""),
+        (0, [], "None"),
+        (1, [], "Nothing answers at 127.0.0.1:"),
+    ],
 )
 def test_a_wait_in_init_distributed_names_the_missing_ranks_once(
     rank: int, here: list[int], expected: str, monkeypatch: pytest.MonkeyPatch
