@@ -30,7 +30,7 @@ TIMEOUT_S = 1800
 
 
 def schedules(seed: int) -> str | None:
-    """Run random schedules and mutations of them on the fake device. Return the failure, which Hypothesis shrinks."""
+    """Run random schedules and mutations of them on the software GPU. Return the failure, which Hypothesis shrinks."""
     options = ["-p", "tests.tiers", "--hypothesis-profile=stress", f"--hypothesis-seed={seed}"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, SCHEDULE_TESTS)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)

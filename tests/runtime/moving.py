@@ -6,56 +6,46 @@ The reference is the same training with serial updates of whole sub-groups.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
 
+from deep_opt_states.device.cuda import CudaDevice, CudaStream
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
+from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.state_memory import StateMemory
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
-from tests.fake_device.device import FakeDevice, FakeWorker, LateAdam
-from tests.fake_device.queues import Late, Seeded
-from tests.kernels.adam_steps import fused
-from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import NAMES, gradients, make_states, tensors_of, with_persistent
+from tests.kernels.adam_steps import BETAS, fused, machine_arithmetic
+from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import NAMES, gradients, make_states, same, tensors_of, with_persistent
+from tests.software_gpu import device
+from tests.software_gpu.library import DEVICE_TYPE
+from tests.software_gpu.racecheck import checked_threads, take_races
+from tests.software_gpu.settings import changed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WRITTEN = 0.5
 """The factor by which the caller multiplies master weights, and the value that it writes to persistent parameters."""
-LANES = range(7)
-"""The lanes of a training: gathers, H2D, compute, D2H, publications, the CPU lane and the caller's stream."""
-ORDERS = [
-    (first, *(lane for lane in LANES if lane not in (first, last)), last) for first, last in permutations(LANES[1:], 2)
-]
-"""Orders of priority of the lanes: each one but the gathers is once first for each other lane that is last."""
-
-timings = st.one_of(st.builds(Late, st.permutations(LANES)), st.builds(Seeded, st.integers(0, 2**32)))
 
 
 @dataclass(kw_only=True)
 class Model:
-    """The sub-groups of one rank, with their persistent ranges, and the kernel that updates them."""
+    """The sub-groups of one rank, with their persistent ranges."""
 
     numels: tuple[int, ...]
     persistent: list[list[tuple[int, int]]]
     dtype: torch.dtype = torch.bfloat16
     grad_dtype: torch.dtype = torch.float32
     params_on_host: bool = False
-    has_vectors: bool = False
-    """Whether the kernel is the real one, whose bits depend on the place in the sub-group, and not ``PlainAdam``."""
-
-    def kernel(self) -> AdamKernel:
-        return fused() if self.has_vectors else PlainAdam()
 
     def gradients(self, number: int) -> list[torch.Tensor]:
         return [gradient.to(self.grad_dtype) for gradient in gradients(self.numels, number)]
@@ -88,7 +78,7 @@ class MovingTraining:
 
     def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any], disk_folders: Sequence[Path] = ()) -> None:
         self.model, self.plan, self.device = model, plan, device
-        self._gathers = device.stream()
+        self._gathers, self._has_skipped = device.stream(), False
         initial = make_states(model.numels, model.dtype)
         reserve = device.empty_host if model.params_on_host else device.empty
         self.params = [reserve(state.length, model.dtype).copy_(state.parts[0].param) for state in initial]
@@ -97,12 +87,13 @@ class MovingTraining:
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:
                 getattr(tensors, name).copy_(getattr(state.parts[0], name))
+        self.memory.lock()
         self.memory.set_plan(plan)
-        self.host_adam, self._device_adam = model.kernel(), model.kernel()
-        device_adam, worker = self._device_adam, None
-        if isinstance(device, FakeDevice):
-            device_adam, worker = LateAdam(device, device_adam), FakeWorker(device)
-        self.executor = Executor(plan.schedule, self.memory.units, device, self.host_adam, device_adam, worker)
+        self.host_adam: AdamKernel = fused()
+        self.device_adam: AdamKernel = fused()
+        if isinstance(device, CudaDevice):
+            self.device_adam = TritonAdam(machine_arithmetic(), BETAS, adamw=True, device=torch.device(DEVICE_TYPE, 0))
+        self.executor = Executor(plan.schedule, self.memory.units, device, self.host_adam, self.device_adam)
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
         """Return all parameters and gradients that were read, in order, and all states at the end."""
@@ -121,7 +112,8 @@ class MovingTraining:
         found = [getattr(tensors, name).clone() for tensors in self.memory.sub_groups for name in STATES]
         self.executor.close()
         self.host_adam.close()
-        self._device_adam.close()
+        self.device_adam.close()
+        self.memory.close()
         return [*found, *(param.clone() for param in self.params)]
 
     def run(self, number: int, iteration: MovingIteration) -> Iterator[torch.Tensor]:
@@ -131,6 +123,9 @@ class MovingTraining:
         if iteration.writes_states:
             self.executor.end()
             self.executor.sync_states_to_host()
+            if self._has_skipped:
+                # A prefetch of the skipped update may still read them, to no effect.
+                self.executor._lanes.drain()
             for tensors in self.memory.sub_groups:
                 tensors.master.mul_(WRITTEN)
         yield from (self._copy_of(param) for param in self.params)
@@ -141,6 +136,7 @@ class MovingTraining:
         self.backward(number)
         if iteration.prefetches:
             self.executor.prefetch()
+        self._has_skipped = iteration.is_skipped
         if iteration.is_skipped:
             self._wait_for_caller()  # the host waits for the norm before it skips an update
             return
@@ -190,8 +186,7 @@ class MovingTraining:
 
     def backward(self, number: int) -> None:
         """Write the gradients of iteration ``number`` on the caller's stream."""
-        gradients_of_step = self.model.gradients(number)
-        whole = [self.device.empty(each.numel(), each.dtype).copy_(each) for each in gradients_of_step]
+        whole = [self._copy_of(each) for each in self.model.gradients(number)]
         for part in self.memory.parts:
             self.device.copy(part.grad, part.elements.view(whole[part.sub_group]))
 
@@ -237,10 +232,40 @@ class MovingTraining:
         done.synchronize()
 
 
+class SoftwareDevice(CudaDevice):
+    """The software GPU, with the same streams in each training: the thread of a stream never ends."""
+
+    _all_streams: ClassVar[list[CudaStream]] = []
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._used = 0
+
+    def stream(self) -> CudaStream:
+        if self._used == len(self._all_streams):
+            self._all_streams.append(super().stream())
+        self._used += 1
+        return self._all_streams[self._used - 1]
+
+
+def faults_of(numbers_are_right: Callable[[], bool]) -> list[str]:
+    """Call a function that trains on the software GPU, and return the races, and a line if it returns False."""
+    with changed(racecheck=True), checked_threads():
+        lines = [] if numbers_are_right() else ["a number is wrong"]
+        device.synchronize()
+        return [*lines, *take_races()]
+
+
+def is_right(model: Model, iterations: Sequence[MovingIteration], device: Device[Any] | None = None) -> bool:
+    """Return whether training on ``device``, by default the software GPU, gives the serial bits."""
+    training = MovingTraining(model, iterations[0].plan, device or SoftwareDevice())
+    return same(training.train(iterations), train_serially(model, iterations))
+
+
 def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
     """Return the tensors that ``MovingTraining.train`` returns, with an update of one whole sub-group after another."""
     states = make_states(model.numels, model.dtype)
-    kernel = model.kernel()
+    kernel = fused()
     read: list[torch.Tensor] = []
     for number, iteration in enumerate(iterations):
         if number > 0:
@@ -308,7 +333,6 @@ def models(draw: st.DrawFn) -> Model:
         dtype=draw(st.sampled_from(DTYPES)),
         grad_dtype=draw(st.sampled_from(DTYPES)),
         params_on_host=draw(st.booleans()),
-        has_vectors=draw(st.booleans()),
     )
 
 

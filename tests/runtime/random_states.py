@@ -171,5 +171,5 @@ def assert_equal(found: Sequence[UnitState], expected: Sequence[UnitState]) -> N
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors are equal, bit for bit; NaN equals nothing."""
-    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    """Return whether all tensors are equal, bit for bit, on any device; NaN equals nothing."""
+    return all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Remove each wait of the runtime, one at a time: some timing on the fake device then gives a wrong number.
+"""Remove each wait of the runtime, one at a time: training on the software GPU then has a race, or a wrong number.
 
 A wait is a call in ``deep_opt_states/runtime`` that makes a stream or the host wait for an event, for all lanes or for
 the worker. In a loop, each pass is a wait of its own, and so is the wait of the first, second or third prefetch for
@@ -8,13 +8,12 @@ flushes in flight.
 from __future__ import annotations
 
 import ast
-import copy
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -25,46 +24,56 @@ import torch
 
 import deep_opt_states.runtime
 import deep_opt_states.zero.step
+from deep_opt_states.device.cuda import CudaEvent, CudaStream
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.zero.step.staging import Staging
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Range, Unit, Workload
-from tests.fake_device.device import FakeDevice, FakeEvent, FakeStream, LateFuture
-from tests.fake_device.queues import Seeded, Timing, late_lanes
-from tests.runtime.moving import Model, MovingIteration, MovingTraining, random_iterations, train_serially
+from tests.runtime.moving import (
+    Model,
+    MovingIteration,
+    MovingTraining,
+    SoftwareDevice,
+    faults_of,
+    is_right,
+    random_iterations,
+    train_serially,
+)
 from tests.runtime.random_states import same
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.racecheck import OrderedFuture
+from tests.software_gpu.ranks import on_device
 
 STEP = Path(deep_opt_states.zero.step.__file__).parent
 SOURCES = [*Path(deep_opt_states.runtime.__file__).parent.glob("*.py"), STEP / "exposure.py", STEP / "staging.py"]
 """The files of the runtime, and those of a step that use streams themselves."""
 
-# The file and the line of a wait; and training on the fake device, which returns whether all numbers are right.
+# The file and the line of a wait; and training on the software GPU, which returns whether all numbers are right.
 Place: TypeAlias = tuple[str, int]
-Scenario: TypeAlias = partial[bool]
+Scenario: TypeAlias = Callable[[], bool]
 
 WAITS = {
-    "wait": FakeStream,
-    "synchronize": FakeEvent,
+    "wait": CudaStream,
+    "synchronize": CudaEvent,
     "drain": LaneStreams,
     "wait_until_drained": LaneStreams,
-    "result": LateFuture,
+    "result": OrderedFuture,
 }
 """The methods that wait, with their classes."""
 
 WITHOUT_A_NUMBER = {
     "action_events.timeline-0": "the host waits before it reads times",
     "disk_states._transfer-0": "a disk; test_disk.py has two folders",
-    "executor._keep_failure-0": "no update follows; see test_fake_device.py",
+    "executor._keep_failure-0": "no update follows a failure",
     "executor.load_plan-1": "a disk; test_disk.py changes plans with reads in flight",
-    "executor.touch-0": "all memory is zero on the fake device",
+    "executor.touch-0": "all memory is zero already",
     "exposure.phases-0": "the host waits before it reads times",
     "issuer.first_error-0": "no update follows a failure",
     "issuer.finish_writes-0": "a disk; test_disk.py removes it",
     "issuer.on_thread-0": "the actions of one thread run in order; test_disk.py removes the waits of others",
     "issuer.on_thread-1": "the worker waits for no action of any plan; test_races.py draws such schedules",
-    "issuer._on_stream-1": "a wait of the schedule; test_races.py removes each of them",
-    "worker.__init__-0": "the fake device has no thread",
+    "worker.__init__-0": "the thread only enters the device",
 }
 """The waits that change no number of a plan, or that other tests remove, with the reason."""
 
@@ -96,8 +105,7 @@ class RuntimeWaits:
     def __init__(self, removed: tuple[Place, int] | None = None) -> None:
         self.reached: set[tuple[Place, int]] = set()
         self._removed = removed
-        self._frame: FrameType | None = None
-        self._pass = 0
+        self._last = threading.local()
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -106,7 +114,6 @@ class RuntimeWaits:
             for name, owner in WAITS.items():
                 patches.enter_context(mock.patch.object(owner, name, self._replacement(getattr(owner, name))))
             yield
-        self._frame = None
 
     def _replacement(self, original: Callable[..., object]) -> Callable[..., object]:
         def wait(*args: object) -> object:
@@ -119,9 +126,9 @@ class RuntimeWaits:
         if path not in SOURCES:
             return False
         place = path.name, frame.f_lineno
-        self._pass = self._pass + 1 if frame is self._frame else 0
-        self._frame = frame
-        number = self._pass
+        last = vars(self._last)
+        number = last["number"] + 1 if last.get("frame") is frame else 0
+        last.update(frame=frame, number=number)
         if frame.f_code.co_name == "_on_stream":
             issuer, prefetch = frame.f_locals["self"], frame.f_locals["action"].name
             number = [*issuer.flushes_before, prefetch].index(prefetch)
@@ -129,36 +136,15 @@ class RuntimeWaits:
         return (place, number) == self._removed
 
 
-class MovingInUsedMemory(MovingTraining):
-    """Training whose plan changes, in accelerator memory that kernels of the caller have used before."""
-
-    def set_plan(self, plan: UpdatePlan) -> None:
-        """Use ``plan`` from the next update on."""
-        assert isinstance(self.device, FakeDevice)
-        self.device.reuses_memory = True
-        super().set_plan(plan)
-        self.device.reuses_memory = False
-
-
-def moves() -> Iterator[list[Scenario]]:
-    """Yield groups of training in which units move between updates."""
-    for seed in range(60):
+def moves() -> Iterator[Scenario]:
+    """Yield training in which units move between updates."""
+    for seed in range(24):
         persistent = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
         model = Model(numels=(40, 25), persistent=persistent, params_on_host=seed % 3 == 0)
-        iterations = random_iterations(random.Random(seed), model, 6, moves=True)
-        yield [partial(_train, model, iterations, timing) for timing in (Seeded(seed), *late_lanes(7))]
+        yield partial(is_right, model, random_iterations(random.Random(seed), model, 6, moves=True))
 
 
-def _train(model: Model, iterations: list[MovingIteration], timing: Timing) -> bool:
-    device = FakeDevice(timing)
-    found = MovingInUsedMemory(model, iterations[0].plan, device).train(iterations)
-    # Run what is still in flight: it must not write to memory that was freed.
-    while device.lanes.run_one():
-        pass
-    return same(found, train_serially(model, iterations))
-
-
-def prefetches_into_used_memory(timing: Timing) -> bool:
+def prefetches_into_used_memory() -> bool:
     """Train such that the host waits for nothing between the reservation of a slot and its first prefetch."""
     workload = Workload((Unit(0, (Range(0, 0, 20),)), Unit(1, (Range(0, 20, 40),))))
     cpu, streamed = (
@@ -166,7 +152,7 @@ def prefetches_into_used_memory(timing: Timing) -> bool:
         for placement in (Placement.CPU, Placement.STREAMED)
     )
     model = Model(numels=(60,), persistent=[[]])
-    training = MovingInUsedMemory(model, cpu, FakeDevice(timing))
+    training = MovingTraining(model, cpu, SoftwareDevice())
     iterations = [MovingIteration(plan=cpu), MovingIteration(plan=streamed, prefetches=True)]
     list(training.run(0, iterations[0]))
     training.move(streamed)
@@ -181,16 +167,19 @@ RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (
 """Gradients that are sent together: their offset in host memory, and the lengths of adjacent gradients."""
 
 
-def gradients(timing: Timing) -> bool:
+def gradients() -> bool:
     """Copy all gradients of ``RUNS`` to host memory, and other ones from there to the accelerator.
 
     Each gradient's own memory is overwritten as soon as it is sent, as DeepSpeed does with its bucket.
     """
-    device = FakeDevice(timing)
+    device = SoftwareDevice()
     staging = Staging(device, BUFFER_NUMEL, torch.float32)
     host, other = (device.empty_host(NUMEL, torch.float32).fill_(value) for value in (-1, -2))
     values, expected = torch.arange(NUMEL, dtype=torch.float32) / 3, torch.full((NUMEL,), -1.0)
     bucket, reduction = device.empty(NUMEL, torch.float32), device.stream()
+    allocated = device.event()
+    device.current_stream().record(allocated)
+    reduction.wait(allocated)
     for offset, numels in RUNS:
         for numel in numels:
             end = offset + numel
@@ -224,57 +213,31 @@ def gradients(timing: Timing) -> bool:
     return same([found, arrived, read_again], [expected, sent, sent])
 
 
-def scenarios() -> Iterator[list[Scenario]]:
-    """Yield groups of scenarios that differ in their timing, those first that show the most with the least time."""
-    yield [partial(gradients, timing) for timing in (*late_lanes(4), *map(Seeded, range(40)))]
-    yield [partial(prefetches_into_used_memory, timing) for timing in late_lanes(7)]
-    yield from moves()
-
-
-FINDING = "memory that was freed before"
-"""A part of the error of the fake device's check of its memory."""
-
-
-def is_right(scenario: Scenario) -> bool:
-    """Return whether the scenario gives the right numbers, and the check of memory finds nothing."""
-    # Another run draws the same times.
-    *others, timing = scenario.args
-    scenario = partial(scenario.func, *others, copy.deepcopy(timing))
-    try:
-        return scenario()
-    except AssertionError as error:
-        if FINDING in str(error):
-            return False
-        raise
-
-
 @cache
-def groups() -> list[tuple[list[Scenario], set[tuple[Place, int]]]]:
-    """Return the groups, each with the waits that its first scenario reaches, which gives the right numbers."""
+def scenarios() -> list[tuple[Scenario, set[tuple[Place, int]]]]:
+    """Return the scenarios, which have no fault, each with the waits that it reaches."""
     found = []
-    for group in scenarios():
+    for scenario in (gradients, prefetches_into_used_memory, *moves()):
         waits = RuntimeWaits()
         with waits.observed():
-            assert is_right(group[0])
-        found.append((group, waits.reached))
+            assert faults_of(scenario) == []
+        found.append((scenario, waits.reached))
     return found
 
 
 @pytest.mark.P6
-@pytest.mark.parametrize("name", waits_in_source())
-def test_the_runtime_without_one_of_its_waits_gives_a_wrong_number(name: str) -> None:
-    place = waits_in_source()[name]
-    removable = sorted({wait for _, reached in groups() for wait in reached if wait[0] == place})
-    assert removable, "no scenario reaches this wait"
-    for wait in removable:
-        assert shows(wait), f"wait {wait[1]} of this place can be left out"
+@on_device
+@plugged()
+def test_the_runtime_without_one_of_its_waits_has_a_race_or_gives_a_wrong_number() -> None:
+    all_reached = {wait for _, reached in scenarios() for wait in reached}
+    for name, place in waits_in_source().items():
+        removable = sorted(wait for wait in all_reached if wait[0] == place)
+        assert removable, f"no scenario reaches {name}"
+        for wait in removable:
+            assert shows(wait), f"wait {wait[1]} of {name} can be left out"
 
 
 def shows(wait: tuple[Place, int]) -> bool:
-    """Return whether a scenario gives a wrong number without this wait, and the right numbers with it."""
-    for scenario in chain.from_iterable(group for group, reached in groups() if wait in reached):
-        with RuntimeWaits(wait).observed():
-            if is_right(scenario):
-                continue
-        return is_right(scenario)
-    return False
+    """Return whether a scenario has a race or gives a wrong number without this wait."""
+    with RuntimeWaits(wait).observed():
+        return any(faults_of(scenario) for scenario, reached in scenarios() if wait in reached)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.issuer import Issuer
@@ -29,22 +31,27 @@ from deep_opt_states.runtime.shadow_states import ShadowStates
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
-from tests.fake_device.device import FakeDevice
-from tests.fake_device.queues import Seeded, Timing, late_lanes
+from tests.kernels.adam_steps import fused
+from tests.kernels.intercepted import before_each_update
 from tests.runtime.moving import (
     WRITTEN,
     Model,
     MovingIteration,
     MovingTraining,
+    SoftwareDevice,
+    faults_of,
+    is_right,
     iterations_of,
     models,
     random_iterations,
     random_plan,
-    timings,
     train_serially,
 )
-from tests.runtime.plain_adam import PlainAdam, adam_step
+from tests.runtime.plain_adam import adam_step
 from tests.runtime.random_states import same, with_persistent
+from tests.software_gpu.device import memory_allocated
+from tests.software_gpu.plugged import plugged
+from tests.software_gpu.ranks import on_device
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 seeds = st.integers(0, 2**32)
@@ -52,14 +59,14 @@ seeds = st.integers(0, 2**32)
 
 @pytest.mark.P1
 @pytest.mark.P2
-@given(models(), seeds, st.one_of(st.none(), timings))
-def test_units_that_move_between_updates_give_the_serial_bits(model: Model, seed: int, timing: Timing | None) -> None:
-    """Check it on the fake device with a timing, and on the host with real threads without one."""
+@on_device
+@plugged()
+@given(models(), seeds)
+def test_units_that_move_between_updates_have_no_race_and_give_the_serial_bits(model: Model, seed: int) -> None:
     iterations = random_iterations(random.Random(seed), model, 6, moves=seed % 4 > 0)
     note(f"{model}\n{iterations}")
-    device: Device[Any] = HostDevice() if timing is None else FakeDevice(timing)
-    training = MovingTraining(model, iterations[0].plan, device)
-    assert same(training.train(iterations), train_serially(model, iterations))
+    assert faults_of(partial(is_right, model, iterations)) == []
+    assert is_right(model, iterations, HostDevice())
 
 
 # Too little memory
@@ -85,33 +92,36 @@ def short_of_memory(device: Device[Any], allocations: int) -> Iterator[None]:
 
 
 @pytest.mark.P6
-@given(models(), seeds, timings, st.integers(0, 20), st.booleans())
-def test_a_move_that_lacks_memory_changes_nothing(
-    model: Model, seed: int, timing: Timing, allocations: int, prefetches: bool
-) -> None:
+@on_device
+@plugged()
+@given(models(), seeds, st.integers(0, 20), st.booleans())
+def test_a_move_that_lacks_memory_changes_nothing(model: Model, seed: int, allocations: int, prefetches: bool) -> None:
     """Check that training goes on with the plan before, and that no memory is lost."""
     chance = random.Random(seed)
     before, after = (random_plan(chance, model) for _ in range(2))
-    device = FakeDevice(timing)
-    training = MovingTraining(model, before, device)
     iterations = [
         MovingIteration(plan=before),
         MovingIteration(plan=before, prefetches=prefetches, is_skipped=prefetches),
     ]
-    read = [tensor for number, iteration in enumerate(iterations) for tensor in training.run(number, iteration)]
-    units, allocated_bytes = training.memory.units, device.allocated_bytes
-    with short_of_memory(device, allocations), suppress(torch.OutOfMemoryError):
-        training.move(after)
-    if training.plan is before and training.memory.units is units:
-        assert device.allocated_bytes == allocated_bytes
-    elif training.plan is before:
-        # The memory has the new units, but the executor got no slots for them: the plan before is set again.
-        training.set_plan(before)
-    iterations.extend(MovingIteration(plan=training.plan) for _ in range(2))
-    for number in (2, 3):
-        read.extend(training.run(number, iterations[number]))
-    note(f"{model}\n{iterations}")
-    assert same([*read, *training.end()], train_serially(model, iterations))
+
+    def is_right_after_the_move() -> bool:
+        training = MovingTraining(model, before, SoftwareDevice())
+        read = [tensor for number, iteration in enumerate(iterations) for tensor in training.run(number, iteration)]
+        units, allocated_bytes = training.memory.units, memory_allocated()
+        with short_of_memory(training.device, allocations), suppress(torch.OutOfMemoryError):
+            training.move(after)
+        if training.plan is before and training.memory.units is units:
+            assert memory_allocated() == allocated_bytes
+        elif training.plan is before:
+            # The memory has the new units, but the executor got no slots for them: the plan before is set again.
+            training.set_plan(before)
+        iterations.extend(MovingIteration(plan=training.plan) for _ in range(2))
+        for number in (2, 3):
+            read.extend(training.run(number, iterations[number]))
+        note(f"{model}\n{iterations}")
+        return same([*read, *training.end()], train_serially(model, iterations))
+
+    assert faults_of(is_right_after_the_move) == []
 
 
 # Resident states
@@ -122,7 +132,6 @@ PLAN, OTHER_PLAN = (
     with_persistent(UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1), MODEL.persistent)
     for placements in ((RESIDENT, CPU, RESIDENT), (RESIDENT, STREAMED, CPU))
 )
-TIMINGS = [*late_lanes(7), *map(Seeded, range(20))]
 
 
 def test_resident_states_are_loaded_once_until_the_states_are_given_back() -> None:
@@ -143,18 +152,19 @@ def test_resident_states_are_loaded_once_until_the_states_are_given_back() -> No
     training.end()
 
 
-@pytest.mark.parametrize("method", [None, "load", "mark_updated", "write_back", "invalidate"])
-def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_gives_a_wrong_number(method: str | None) -> None:
+@on_device
+@plugged()
+def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_is_a_fault() -> None:
     iterations = [
         MovingIteration(plan=PLAN, forward=[0, 2]),
         MovingIteration(plan=PLAN, writes_states=True, prefetches=True),
         MovingIteration(plan=OTHER_PLAN),
         MovingIteration(plan=PLAN, writes_states=True),
     ]
-    expected = train_serially(MODEL, iterations)
-    with nullcontext() if method is None else mock.patch.object(ResidentStates, method):
-        found = (MovingTraining(MODEL, PLAN, FakeDevice(timing)).train(iterations) for timing in TIMINGS)
-        assert all(same(each, expected) for each in found) is (method is None)
+    assert faults_of(partial(is_right, MODEL, iterations)) == []
+    for method in ("load", "mark_updated", "write_back", "invalidate"):
+        with mock.patch.object(ResidentStates, method):
+            assert faults_of(partial(is_right, MODEL, iterations)), method
 
 
 # Speculated steps
@@ -167,34 +177,29 @@ def keep_all(issuer: Issuer, is_valid: Callable[[int], bool]) -> None:
 KEEP = Issuer.keep_speculations
 
 
-@pytest.mark.parametrize(
-    "left_out",
-    [
-        None,
-        (Actions, "_commit", lambda actions, action: None),
-        (Issuer, "keep_speculations", keep_all),
-        (Executor, "_forget_speculations", lambda executor: None),
-        (ShadowStates, "write_back", lambda shadows: None),
-    ],
-    ids=["nothing", "no COMMIT", "all are kept", "none is forgotten", "no version is written back"],
-)
-def test_a_part_of_the_speculation_that_is_left_out_gives_a_wrong_number(
-    left_out: tuple[type, str, Callable[..., None]] | None,
-) -> None:
+LEFT_OUT: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "no COMMIT": (Actions, "_commit", lambda actions, action: None),
+    "all are kept": (Issuer, "keep_speculations", keep_all),
+    "none is forgotten": (Executor, "_forget_speculations", lambda executor: None),
+    "no version is written back": (ShadowStates, "write_back", lambda shadows: None),
+}
+
+
+@on_device
+@plugged()
+def test_a_part_of_the_speculation_that_is_left_out_is_a_fault() -> None:
     model = Model(numels=(9, 7, 8, 6, 5), persistent=[])
     workload = Workload.from_numels(list(model.numels))
     plan = UpdatePlan(workload=workload, placements=(CPU, STREAMED, RESIDENT, CPU, CPU), num_slots=1)
     plan = replace(plan, eager=plan.eligible_as_eager)
 
-    def right(seed: int) -> bool:
-        iterations = iterations_of(random.Random(seed), [plan], 5)
-        timing = [*late_lanes(7), Seeded(seed)][seed % 8]
-        return same(
-            MovingTraining(model, plan, FakeDevice(timing)).train(iterations), train_serially(model, iterations)
-        )
+    def faults(seed: int) -> list[str]:
+        return faults_of(partial(is_right, model, iterations_of(random.Random(seed), [plan], 5)))
 
-    with mock.patch.object(*left_out) if left_out is not None else nullcontext():
-        assert all(map(right, range(60))) is (left_out is None)
+    assert not any(map(faults, range(20)))
+    for name, left_out in LEFT_OUT.items():
+        with mock.patch.object(*left_out):
+            assert any(map(faults, range(20))), name
 
 
 # A restart after a failure
@@ -207,22 +212,25 @@ def fail_here(training: MovingTraining) -> None:
     training.executor.prefetch()
     on_cpu = [part.sub_group for unit in training.memory.units if unit.placement is CPU for part in unit.parts]
 
-    def fail_in_last(sub_group: int, *_: Any) -> Any:
-        if sub_group == on_cpu[-1]:
-            raise ZeroDivisionError
-        return mock.DEFAULT
+    updated: list[int] = []
 
-    kernel = training.host_adam
-    with mock.patch.object(kernel, "update", wraps=kernel.update, side_effect=fail_in_last) as update:
+    def fail_in_last(update: RangeUpdate) -> None:
+        updated.append(update.sub_group)
+        if update.sub_group == on_cpu[-1]:
+            raise ZeroDivisionError
+
+    with before_each_update(fail_in_last):
         training.executor.begin([adam_step(2)] * 2)
         training.executor.end()
-    assert update.call_count == len(on_cpu), "the other units were updated before"
+    assert updated == on_cpu, "the other units were updated before"
     assert isinstance(training.executor.failure, ZeroDivisionError)
     training.executor.sync_states_to_host()
 
 
 def fail_on_another_rank_after_prefetches(training: MovingTraining) -> None:
     list(training.run(0, MovingIteration(plan=training.plan, prefetches=True, is_skipped=True)))
+    # The prefetches may still read the states, to no effect.
+    training.executor._lanes.drain()
     training.executor.fail(ZeroDivisionError())
 
 
@@ -234,30 +242,36 @@ def fail_on_another_rank_with_flushes_in_flight(training: MovingTraining) -> Non
     training.executor.end()
 
 
+FAILURES = (fail_here, fail_on_another_rank_after_prefetches, fail_on_another_rank_with_flushes_in_flight)
+
+
 @pytest.mark.P6
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("placements", [(RESIDENT, CPU, STREAMED), (STREAMED, CPU, STREAMED), (STREAMED, CPU, CPU)])
-@pytest.mark.parametrize(
-    "fail", [fail_here, fail_on_another_rank_after_prefetches, fail_on_another_rank_with_flushes_in_flight]
-)
-def test_the_next_update_after_a_failure_starts_from_the_restored_states(
-    fail: Callable[[MovingTraining], None], placements: tuple[Placement, ...], eager: bool
-) -> None:
-    plan = UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1, eager=frozenset({1} if eager else ()))
-    for timing in TIMINGS:
-        training = MovingTraining(MODEL, plan, FakeDevice(timing))
-        fail(training)
-        for tensors in training.memory.sub_groups:
-            for name in STATES:
-                getattr(tensors, name).fill_(WRITTEN)
-        training.executor.clear_failure()
-        list(training.run(2, MovingIteration(plan=plan)))
-        found = training.end()
-        for index, gradient in enumerate(MODEL.gradients(2)):
-            states = {name: torch.full_like(gradient, WRITTEN) for name in STATES}
-            kernel = PlainAdam()
-            kernel.begin_step([adam_step(3)] * 2)
-            param = torch.empty(gradient.numel(), dtype=MODEL.dtype)
-            kernel.update(index, AdamTensors(**states, grad=gradient, param=param))
-            assert same(found[3 * index : 3 * index + 3], list(states.values()))
-            assert torch.equal(found[3 * 2 + index], param)
+@on_device
+@plugged()
+def test_the_next_update_after_a_failure_starts_from_the_restored_states() -> None:
+    placed = ((RESIDENT, CPU, STREAMED), (STREAMED, CPU, STREAMED), (STREAMED, CPU, CPU))
+    for fail, placements, eager in product(FAILURES, placed, ((), (1,))):
+        plan = UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1, eager=frozenset(eager))
+        assert faults_of(partial(restarts, plan, fail)) == [], (fail.__name__, placements, eager)
+
+
+def restarts(plan: UpdatePlan, fail: Callable[[MovingTraining], None]) -> bool:
+    """Return whether the update after a failure has the bits that follow from the states that were loaded."""
+    training = MovingTraining(MODEL, plan, SoftwareDevice())
+    fail(training)
+    for tensors in training.memory.sub_groups:
+        for name in STATES:
+            getattr(tensors, name).fill_(WRITTEN)
+    training.executor.clear_failure()
+    for kernel in (training.host_adam, training.device_adam):
+        kernel.restart()
+    list(training.run(2, MovingIteration(plan=plan)))
+    kernel = fused()
+    states, params = list[torch.Tensor](), list[torch.Tensor]()
+    kernel.begin_step([adam_step(3)] * 2)
+    for index, gradient in enumerate(MODEL.gradients(2)):
+        expected = {name: torch.full_like(gradient, WRITTEN) for name in STATES}
+        params.append(torch.empty(gradient.numel(), dtype=MODEL.dtype))
+        kernel.update(index, AdamTensors(**expected, grad=gradient, param=params[-1]))
+        states += expected.values()
+    return same(training.end(), [*states, *params])

@@ -72,16 +72,23 @@ class HandedOver:
         if self._ended is not None:
             self._ended.order_this_thread()
 
-    def ordered(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``wait``, after which the calling thread is ordered."""
 
-        def ordered_wait(timeout: float | None = None) -> Any:
-            try:
-                return wait(timeout)
-            finally:
-                self.order_this_thread()
+class OrderedFuture(Future[Any]):
+    """The future of a task that was handed over, whose waits order the calling thread."""
 
-        return ordered_wait
+    handed_over: HandedOver
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            self.handed_over.order_this_thread()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.handed_over.order_this_thread()
 
 
 @contextmanager
@@ -108,10 +115,9 @@ def checked_threads() -> Iterator[None]:
 
 def _submit(self: Any, submit: Any, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
     handed_over = HandedOver(partial(task, *args, **kwargs))
-    future: Future[Any] = submit(self, handed_over)
-    for name in ("result", "exception"):
-        setattr(future, name, handed_over.ordered(getattr(future, name)))
-    return future
+    future: Any = submit(self, handed_over)
+    future.__class__, future.handed_over = OrderedFuture, handed_over
+    return future  # type: ignore[no-any-return]
 
 
 def _initialize(self: Any, initialize: Any, run: Callable[[], Any], stream: Any) -> None:

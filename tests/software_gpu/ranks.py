@@ -15,7 +15,9 @@ from contextlib import contextmanager
 import deepspeed
 import pytest
 import torch.distributed as dist
+from hypothesis import core, settings
 
+import tests.tiers  # noqa: F401 (registers the profiles of Hypothesis)
 from tests.fork_server import freeze_imported
 from tests.ranks import on_ranks, once
 from tests.software_gpu import device
@@ -52,11 +54,17 @@ def on_device(body: Callable[[], None]) -> Callable[[], None]:
 @once
 def errors_of(module: str) -> dict[str, str]:
     """Return the traceback of each test of the module, or "" for success."""
-    errors: dict[str, str] = on_ranks(1, run_bodies, module, group=software_process_group)[0]
+    profile, seed = settings.get_current_profile_name(), core.global_force_seed
+    errors: dict[str, str] = on_ranks(
+        1, run_bodies, module, profile, seed, group=software_process_group, timeout_s=900
+    )[0]
     return errors
 
 
-def run_bodies(module: str) -> dict[str, str]:
+def run_bodies(module: str, profile: str, seed: int | None) -> dict[str, str]:
+    """Run the bodies of the tests of the module, with this profile and seed of Hypothesis."""
+    settings.load_profile(profile)
+    core.global_force_seed = seed
     errors = {}
     for name, test in vars(importlib.import_module(module)).items():
         if hasattr(test, "body"):
