@@ -26,20 +26,20 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import STATES, Workload
 from tests.gpu.parts import seconds_left
-from tests.gpu.updates import (
-    deferred,
-    executed,
-    host_adam,
-    random_plan,
-    serial,
-    serial_of_deferred,
-    steps_for,
-    triton_adam,
-)
+from tests.gpu.updates import is_right, random_model, triton_adam
+from tests.kernels.adam_steps import fused
 from tests.launch import REPOSITORY, environment
-from tests.runtime.random_states import run_update, same
+from tests.runtime.moving import Model, MovingIteration, random_iterations
+from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import run_update
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+@pytest.mark.parametrize("seed", range(60))
+def test_units_that_move_between_updates_give_the_serial_bits(seed: int) -> None:
+    chance = random.Random(seed)
+    model = random_model(chance)
+    iterations = random_iterations(chance, model, 5, moves=seed % 4 > 0)
+    assert is_right(model, iterations), f"{model}\n{iterations}"
 
 
 def streamed(numels: list[int], num_slots: int) -> UpdatePlan:
@@ -47,38 +47,13 @@ def streamed(numels: list[int], num_slots: int) -> UpdatePlan:
     return UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=num_slots)
 
 
-@pytest.mark.parametrize("seed", range(36))
-def test_every_plan_gives_the_serial_bits(seed: int) -> None:
-    plan, dtype = random_plan(seed), DTYPES[seed % 3]
-    grad_dtype = torch.float32 if seed % 2 else dtype
-    assert same(executed(plan, dtype, grad_dtype, seed), serial(plan, dtype, grad_dtype, seed)), str(plan.schedule)
-
-
-@pytest.mark.parametrize("seed", [*range(24), *range(100, 112)])
-def test_every_plan_gives_the_serial_bits_while_forward_gathers(seed: int) -> None:
-    """Check gradients of one dtype, and from seed 100 on of two, also in the unit of persistent parameters."""
-    plan, dtype, chosen = random_plan(seed), DTYPES[seed % 3], random.Random(seed)
-    grad_dtypes = [torch.float32 if seed % 2 else dtype] * len(plan.placements)
-    if seed >= 100:
-        dtype, grad_dtypes = torch.bfloat16, [chosen.choice((torch.bfloat16, torch.float32)) for _ in grad_dtypes]
-    expected = serial_of_deferred(plan, dtype, grad_dtypes, seed)
-    assert same(deferred(plan, dtype, grad_dtypes, seed), expected), f"{plan.schedule}, {grad_dtypes}"
-
-
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 def test_equal_units_streamed_repeatedly_through_few_slots_give_the_serial_bits(num_slots: int) -> None:
     """Check that no action starts too early: it would read the previous unit's numbers, of equal shape."""
-    plan = streamed([700_001] * 8, num_slots)
-    expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10)
+    model = Model(numels=(700_001,) * 8, persistent=[], grad_dtype=torch.bfloat16)
+    iterations = [MovingIteration(plan=streamed(list(model.numels), num_slots))] * 10
     for _ in range(3):
-        assert same(executed(plan, torch.bfloat16, torch.bfloat16, seed=1, count=10), expected)
-
-
-def test_the_comparison_detects_wrong_numbers() -> None:
-    plan = random_plan(3)
-    expected = serial(plan, torch.bfloat16, torch.bfloat16, seed=3)
-    assert not same(serial(plan, torch.bfloat16, torch.bfloat16, seed=4), expected)
-    assert not same(serial(plan, torch.bfloat16, torch.float32, seed=3), expected)
+        assert is_right(model, iterations)
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer in PATH")
@@ -145,9 +120,9 @@ def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
         states.append(UnitState(placement=Placement.STREAMED, parts=[part]))
     kernel, in_place = triton_adam(), triton_adam()
     kernel.compile([torch.bfloat16], [torch.bfloat16])
-    executor = Executor(plan.schedule, states, device, host_adam(), kernel)
+    executor = Executor(plan.schedule, states, device, fused(), kernel)
     try:
-        for steps in steps_for(plan, 2):
+        for steps in ([adam_step(number)] * len(NUMELS) for number in (1, 2)):
             run_update(executor, steps)
             in_place.begin_step(steps)
             for index, tensors in enumerate(reference):

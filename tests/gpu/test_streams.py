@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,10 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Workload
 from tests.gpu.parts import seconds_left
-from tests.gpu.updates import deferred, executing, late_backward, random_plan, serial_of_deferred, steps_for
+from tests.gpu.updates import TrainingOnGpu, random_model
 from tests.launch import REPOSITORY
+from tests.runtime.moving import Model, random_iterations, train_serially
+from tests.runtime.plain_adam import adam_step
 from tests.runtime.random_states import run_update, same
 
 Interval = tuple[float, float]
@@ -46,10 +49,13 @@ def test_an_implicit_synchronization_is_detected() -> None:
 
 @pytest.mark.parametrize("seed", range(200, 206))
 def test_an_update_is_issued_without_implicit_synchronization(seed: int) -> None:
-    plan = random_plan(seed)
-    expected = serial_of_deferred(plan, torch.bfloat16, torch.bfloat16, seed)
-    found = deferred(plan, torch.bfloat16, torch.bfloat16, seed, issuing=no_implicit_synchronization)
-    assert same(found, expected), str(plan.schedule)
+    chance = random.Random(seed)
+    model = random_model(chance)
+    iterations = random_iterations(chance, model, 4, moves=False)
+    training = TrainingOnGpu(model, iterations[0].plan)
+    for name in ("prefetch", "begin", "advance", "publish"):
+        setattr(training.executor, name, no_implicit_synchronization()(getattr(training.executor, name)))
+    assert same(training.train(iterations), train_serially(model, iterations)), f"{model}\n{iterations}"
 
 
 def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
@@ -67,15 +73,17 @@ def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
 
 def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    workload = Workload.from_numels([4_000_000] * 10)
+    model = Model(numels=(4_000_000,) * 10, persistent=[], grad_dtype=torch.bfloat16)
+    workload = Workload.from_numels(list(model.numels))
     plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=3)
-    with executing(plan, plan, torch.bfloat16, torch.bfloat16, seed=0) as (executor, _, states):
-        late_backward(plan, states, 1)
-        run_update(executor, steps_for(plan, 1)[0])
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            run_update(executor, steps_for(plan, 2)[1])
-        profile.export_chrome_trace(str(trace))
+    training = TrainingOnGpu(model, plan)
+    training.backward(0)
+    run_update(training.executor, [adam_step(1)] * 10)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run_update(training.executor, [adam_step(2)] * 10)
+    training.end()
+    profile.export_chrome_trace(str(trace))
     lanes = intervals(json.loads(trace.read_text())["traceEvents"])
     assert len(lanes["kernel"]) == len(plan.placements)
     assert min(len(lanes["h2d"]), len(lanes["d2h"])) >= 3 * len(plan.placements)

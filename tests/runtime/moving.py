@@ -6,15 +6,15 @@ The reference is the same training with serial updates of whole sub-groups.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from deep_opt_states.device.cuda import CudaDevice, CudaStream
+from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
@@ -26,11 +26,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
 from tests.kernels.adam_steps import BETAS, fused, machine_arithmetic
 from tests.runtime.plain_adam import adam_step
-from tests.runtime.random_states import NAMES, gradients, make_states, same, tensors_of, with_persistent
-from tests.software_gpu import device
-from tests.software_gpu.library import DEVICE_TYPE
-from tests.software_gpu.racecheck import checked_threads, take_races
-from tests.software_gpu.settings import changed
+from tests.runtime.random_states import NAMES, gradients, make_states, tensors_of, with_persistent
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WRITTEN = 0.5
@@ -76,6 +72,9 @@ class MovingIteration:
 class MovingTraining:
     """The training of ``model`` on ``device`` through the memory and the executor of a rank."""
 
+    late_s = 0.0
+    """The time that the device takes for backward."""
+
     def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any], disk_folders: Sequence[Path] = ()) -> None:
         self.model, self.plan, self.device = model, plan, device
         self._gathers, self._has_skipped = device.stream(), False
@@ -92,7 +91,8 @@ class MovingTraining:
         self.host_adam: AdamKernel = fused()
         self.device_adam: AdamKernel = fused()
         if isinstance(device, CudaDevice):
-            self.device_adam = TritonAdam(machine_arithmetic(), BETAS, adamw=True, device=torch.device(DEVICE_TYPE, 0))
+            accelerator = device.empty(0, model.dtype).device
+            self.device_adam = TritonAdam(machine_arithmetic(), BETAS, adamw=True, device=accelerator)
         self.executor = Executor(plan.schedule, self.memory.units, device, self.host_adam, self.device_adam)
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
@@ -187,6 +187,7 @@ class MovingTraining:
     def backward(self, number: int) -> None:
         """Write the gradients of iteration ``number`` on the caller's stream."""
         whole = [self._copy_of(each) for each in self.model.gradients(number)]
+        self.device.occupy(self.late_s)
         for part in self.memory.parts:
             self.device.copy(part.grad, part.elements.view(whole[part.sub_group]))
 
@@ -230,36 +231,6 @@ class MovingTraining:
         done = self.device.event()
         self.device.current_stream().record(done)
         done.synchronize()
-
-
-class SoftwareDevice(CudaDevice):
-    """The software GPU, with the same streams in each training: the thread of a stream never ends."""
-
-    _all_streams: ClassVar[list[CudaStream]] = []
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self._used = 0
-
-    def stream(self) -> CudaStream:
-        if self._used == len(self._all_streams):
-            self._all_streams.append(super().stream())
-        self._used += 1
-        return self._all_streams[self._used - 1]
-
-
-def faults_of(numbers_are_right: Callable[[], bool]) -> list[str]:
-    """Call a function that trains on the software GPU, and return the races, and a line if it returns False."""
-    with changed(racecheck=True), checked_threads():
-        lines = [] if numbers_are_right() else ["a number is wrong"]
-        device.synchronize()
-        return [*lines, *take_races()]
-
-
-def is_right(model: Model, iterations: Sequence[MovingIteration], device: Device[Any] | None = None) -> bool:
-    """Return whether training on ``device``, by default the software GPU, gives the serial bits."""
-    training = MovingTraining(model, iterations[0].plan, device or SoftwareDevice())
-    return same(training.train(iterations), train_serially(model, iterations))
 
 
 def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from deep_opt_states.device.kernels import adam as kernels
 from deep_opt_states.device.kernels.adam import FP32_STATES, AdamStep, AdamTensors, ElementRange
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
-from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
+from deep_opt_states.runtime.state import Resident, Shadow, Slot, UnitPart, UnitState
 from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -45,32 +45,6 @@ def make_states(numels: Sequence[int], dtype: torch.dtype, seed: int = 0) -> lis
         )
         states.append(UnitState(placement=Placement.CPU, parts=[part]))
     return states
-
-
-def cut(states: Sequence[UnitState], workload: Workload, device: Device[Any]) -> list[UnitState]:
-    """Return the units of ``workload``, views of ``states``, each of which holds a whole sub-group."""
-    units = []
-    for unit in workload.units:
-        parts = []
-        for run, offset in zip(unit.ranges, unit.offsets, strict=True):
-            (whole,) = states[run.sub_group].parts
-            part = replace(whole, elements=replace(whole.elements, begin=run.begin, end=run.end), offset=offset)
-            for name in (*NAMES, "grad", "rounded", "staged"):
-                tensor = getattr(whole, name)
-                setattr(part, name, None if tensor is None else part.elements.view(tensor))
-            # What was one tensor remains one.
-            for other in ("param", "master"):
-                if whole.rounded is getattr(whole, other):
-                    part.rounded = getattr(part, other)
-            parts.append(part)
-        state = UnitState(placement=Placement.CPU, parts=parts)
-        if unit.is_persistent and not parts[0].cpu_writes_param:
-            dtype = parts[0].param.dtype
-            state.packing = Packing(device.empty_host(unit.length, dtype), device.empty(unit.length, dtype))
-            for part in parts:
-                part.rounded = part.of_unit(state.packing.on_host)
-        units.append(state)
-    return units
 
 
 def with_persistent(plan: UpdatePlan, persistent: Sequence[Sequence[tuple[int, int]]]) -> UpdatePlan:

@@ -34,12 +34,10 @@ from tests.runtime.moving import (
     Model,
     MovingIteration,
     MovingTraining,
-    SoftwareDevice,
-    faults_of,
-    is_right,
     random_iterations,
     train_serially,
 )
+from tests.runtime.on_software_gpu import SoftwareDevice, faults_of, is_right
 from tests.runtime.random_states import same
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.racecheck import OrderedFuture

@@ -38,15 +38,13 @@ from tests.runtime.moving import (
     Model,
     MovingIteration,
     MovingTraining,
-    SoftwareDevice,
-    faults_of,
-    is_right,
     iterations_of,
     models,
     random_iterations,
     random_plan,
     train_serially,
 )
+from tests.runtime.on_software_gpu import SoftwareDevice, faults_of, is_right
 from tests.runtime.plain_adam import adam_step
 from tests.runtime.random_states import same, with_persistent
 from tests.software_gpu.device import memory_allocated

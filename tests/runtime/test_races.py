@@ -21,7 +21,8 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.model.strategies import schedules, schedules_with_more_waits, without_one_wait
-from tests.runtime.moving import Model, MovingIteration, MovingTraining, SoftwareDevice, faults_of, train_serially
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
+from tests.runtime.on_software_gpu import SoftwareDevice, faults_of
 from tests.runtime.random_states import same
 from tests.software_gpu.faults.adversaries import lazy_worker
 from tests.software_gpu.plugged import plugged
