@@ -5,7 +5,10 @@ Each unsafe schedule also has a race or gives a wrong number, so that the checke
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
@@ -14,6 +17,8 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.runtime import executor as executor_module
+from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.worker import Task, Worker
 from perf_model.schedule.action import Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
@@ -24,7 +29,6 @@ from tests.model.strategies import schedules, schedules_with_more_waits, without
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.on_software_gpu import SoftwareDevice, faults_of
 from tests.runtime.random_states import same
-from tests.software_gpu.faults.adversaries import lazy_worker
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import on_device
 
@@ -51,12 +55,30 @@ def is_right(plan: UpdatePlan, steps: int) -> bool:
     return same(found, train_serially(model, iterations))
 
 
+@contextmanager
+def late_worker() -> Iterator[None]:
+    """Let the worker run nothing before the caller has issued all actions of an update."""
+    issued, issue_all = threading.Event(), Issuer.issue_all
+
+    class LateWorker(Worker):
+        def submit(self, task: Task) -> Future[None]:
+            return super().submit(lambda: (issued.wait(10), task())[1])
+
+    def issue_all_first(issuer: Issuer) -> None:
+        issue_all(issuer)
+        issued.set()
+
+    late = mock.patch.object(executor_module, "Worker", LateWorker)
+    with late, mock.patch.object(Issuer, "issue_all", issue_all_first):
+        yield
+
+
 def has_fault(plan: UpdatePlan) -> bool:
     """Return whether one step has a race or gives a wrong number, with the checker switched off.
 
     The worker is late: if it issued first, what it issues would order the caller's actions of the same stream.
     """
-    with mock.patch.object(executor_module, "check_executable"), lazy_worker():
+    with mock.patch.object(executor_module, "check_executable"), late_worker():
         return bool(faults_of(partial(is_right, plan, steps=1)))
 
 

@@ -24,9 +24,6 @@ FLAGS = ["-O1", "-Wall", "-DNDEBUG"]
 RESOURCES = ("h2d", "d2h", "both_directions", "pageable", "host_memory", "gpu", "cpu")
 """The shared resources of the time model, in the order of ``Resource`` in ``csrc/clock.h``."""
 
-EAGER = ("none", "on default stream", "on other streams", "copies", "copies to the device")
-"""The tasks that are eager, in the order of ``Eager`` in ``csrc/stream.h``."""
-
 UNLIMITED = float("inf")
 
 Launched = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
@@ -51,7 +48,7 @@ class CSettings(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("flops_per_s", "device_bytes_per_s", "launch_s", "copy_latency_s")),
         *((name, ctypes.c_double) for name in ("slowed_by_host_work", "slowed_by_copies")),
         *((name, ctypes.c_uint64) for name in ("seed", "memory_bytes")),
-        *((name, ctypes.c_int32) for name in ("lazy", "eager", "execute_first", "trace", "emulated")),
+        *((name, ctypes.c_int32) for name in ("lazy", "execute_first", "trace", "emulated")),
         *((name, ctypes.c_int32) for name in ("kernels_per_product", "racecheck")),
     )
 

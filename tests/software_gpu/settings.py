@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from tests.software_gpu.library import EAGER, RESOURCES, UNLIMITED, Amounts, CSettings, call
+from tests.software_gpu.library import RESOURCES, UNLIMITED, Amounts, CSettings, call
 
 GIB = 2**30
 
@@ -46,8 +46,6 @@ class Settings:
     """The settings of the device. The defaults are a device without delays, on which memory that is free holds NaN.
 
     ``lazy``: a stream executes nothing before the host or another stream waits for it, or ``lazy_s`` have passed.
-    ``eager``: these tasks are executed when they are issued, and the host waits for that, as it may take long to issue
-    a task; one of ``library.EAGER``.
     ``jitter_s``: each task starts after a random delay of up to so many seconds. ``execute_first``: a task executes
     before the time that it takes has passed, instead of after it, so that the time of the arithmetic on this machine is
     part of it. ``trace``: keep the spans of all tasks for ``device.take_spans``. ``racecheck``: check that accesses to
@@ -57,7 +55,6 @@ class Settings:
     rates: MachineRates = field(default_factory=MachineRates)
     lazy: bool = False
     lazy_s: float = 0.3
-    eager: str = "none"
     jitter_s: float = 0.0
     seed: int = 0
     execute_first: bool = False
@@ -73,7 +70,6 @@ class Settings:
             **vars(self),
             # A GPU and a CPU do one second of work per second. They take no time if the rates of kernels are unlimited.
             "capacities": Amounts(*(getattr(self.rates, name) if name in limited else 1.0 for name in RESOURCES)),
-            "eager": EAGER.index(self.eager),
             "emulated": self.rates != MachineRates(),
         }
         call("configure", CSettings(**{name: given[name] for name, *_ in CSettings._fields_}))

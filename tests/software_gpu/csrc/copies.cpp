@@ -56,7 +56,7 @@ void copy_bytes(const at::Tensor& destination, const at::Tensor& source, bool no
   task.ranges.push_back({on_device, on_device + bytes, to_device});
   // The race check knows page-locked memory only.
   if (page_locked) task.ranges.push_back({on_host, on_host + bytes, !to_device});
-  Mark copied = stream.issue(std::move(task));
+  Mark copied = stream.enqueue(std::move(task));
   if (kind == HostMemory::PINNED) pinned_memory().record_use(host, copied);
   if (!non_blocking) {
     runtime().host_wait(copied, name + ", blocking");

@@ -52,7 +52,7 @@ struct CSettings {
   double capacities[NUM_RESOURCES];
   double flops_per_s, device_bytes_per_s, launch_s, copy_latency_s, slowed_by_host_work, slowed_by_copies;
   uint64_t seed, memory_bytes;
-  int32_t lazy, eager, execute_first, trace, emulated, kernels_per_product, racecheck;
+  int32_t lazy, execute_first, trace, emulated, kernels_per_product, racecheck;
 };
 
 const char* software_gpu_last_error() { return last_error.c_str(); }
@@ -60,7 +60,6 @@ const char* software_gpu_last_error() { return last_error.c_str(); }
 void software_gpu_configure(const CSettings* c) {
   Settings settings;
   settings.lazy = c->lazy;
-  settings.eager = static_cast<Eager>(c->eager);
   settings.lazy_s = c->lazy_s;
   settings.jitter_s = c->jitter_s;
   settings.seed = c->seed;
@@ -107,7 +106,7 @@ int software_gpu_launch(
     auto work = [=] { callback(argument); };
     Task task{work, name, static_cast<Engine>(engine), cost_from(amounts, latency_s)};
     task.ranges = ranges_from(ranges, num_ranges);
-    runtime().stream(stream).issue(std::move(task));
+    runtime().stream(stream).enqueue(std::move(task));
   });
 }
 

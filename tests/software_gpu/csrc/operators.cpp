@@ -45,7 +45,7 @@ void enqueue_kernel(
   cost.latency_s = settings.launch_s;
   cost.amounts[GPU] = flops > 0 ? flops / settings.flops_per_s : bytes / settings.device_bytes_per_s;
   int parts = flops > 0 ? settings.kernels_per_product : 1;
-  current_stream().issue({std::move(work), std::move(name), Engine::COMPUTE, cost, parts, std::move(ranges)});
+  current_stream().enqueue({std::move(work), std::move(name), Engine::COMPUTE, cost, parts, std::move(ranges)});
 }
 
 namespace {

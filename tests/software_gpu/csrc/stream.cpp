@@ -52,27 +52,6 @@ Mark Stream::last() const {
   return {const_cast<Stream*>(this), pushed_, nullptr, racecheck().snapshot_of_stream(id_)};
 }
 
-Mark Stream::issue(Task task) {
-  bool waits = is_eager(task);
-  Mark executed = enqueue(std::move(task));
-  if (waits) {
-    WithoutGil without_gil;
-    block_until(executed.position);
-  }
-  return executed;
-}
-
-bool Stream::is_eager(const Task& task) const {
-  switch (runtime().settings().eager) {
-    case Eager::NONE: return false;
-    case Eager::ON_DEFAULT_STREAM: return id_ == 0;
-    case Eager::ON_OTHER_STREAMS: return id_ != 0;
-    case Eager::COPIES_TO_DEVICE: return task.engine == Engine::H2D;
-    case Eager::COPIES: return task.engine == Engine::H2D || task.engine == Engine::D2H;
-  }
-  return false;
-}
-
 Mark Stream::record() {
   auto at_s = std::make_shared<std::atomic<double>>(0);
   double enqueued_s = now_s();

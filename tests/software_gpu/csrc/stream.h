@@ -19,12 +19,8 @@
 
 namespace software_gpu {
 
-// The tasks that are executed when they are issued, while the host waits for them.
-enum class Eager { NONE, ON_DEFAULT_STREAM, ON_OTHER_STREAMS, COPIES, COPIES_TO_DEVICE };
-
 struct Settings {
   bool lazy = false;
-  Eager eager = Eager::NONE;
   // A lazy stream executes a task after these seconds without a wait: CUDA promises progress, and a rank that waits for
   // another rank's stream would wait for ever otherwise.
   double lazy_s = 0.3;
@@ -87,8 +83,6 @@ class Stream {
   int64_t id() const { return id_; }
   // Return the mark that is reached when the task has been executed.
   Mark enqueue(Task task);
-  // Enqueue a task, and let the host wait for it if it is eager. The caller must hold no lock.
-  Mark issue(Task task);
   // Return the mark of everything that is in the queue now.
   Mark last() const;
   // Enqueue the record of an event.
@@ -106,7 +100,6 @@ class Stream {
   };
   Mark push(std::function<void()> run);
   Mark push_locked(std::function<void()> run);
-  bool is_eager(const Task& task) const;
   void loop();
   void run_task(const Task& task, double enqueued_s);
 

@@ -1,6 +1,6 @@
 """List the seeded faults, each of which takes one wait or one order away, and the check that finds it.
 
-The race check must report the two accesses, and an adversary of the device must turn the fault into a wrong number.
+The race check must report the two accesses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tests.software_gpu.faults import accesses
 from tests.software_gpu.faults import missing_order as order
 from tests.software_gpu.faults.accesses import after_each_step as after
 from tests.software_gpu.faults.accesses import before_each_backward
-from tests.software_gpu.faults.adversaries import LAZY, LAZY_SIDE_STREAMS, LAZY_TO_HOST, LAZY_WORKER
 from tests.software_gpu.faults.missing_order import combined, missing, patched
 from tests.software_gpu.racecheck import BETWEEN
 from tests.zero.parity.case import (
@@ -55,15 +54,13 @@ class Fault:
 
     ``seeded`` returns the context in which the wait is missing, and ``script`` that in which the user's script makes
     the accesses that the wait is for. ``sides`` hold a part of each of the two accesses that the race check reports, in
-    either order. ``adversary`` names one in which a number is wrong, None if the device hides the fault. ``refused`` is
-    the error by which a kernel refuses its arguments: then neither the check nor a number shows the fault.
+    either order. ``refused`` is the error by which a kernel refuses its arguments: then no access shows the fault.
     """
 
     seeded: Callable[[], AbstractContextManager[object]]
     block: dict[str, Any]
     sides: tuple[str, str] | None
     _: KW_ONLY
-    adversary: str | None = LAZY
     refused: str = ""
     steps: int = 3
     accumulation: int = 1
@@ -138,30 +135,26 @@ ON_ONE_RANK = {
         combined(not_published, order.worker_begins_after_the_step),
         CPU,
         PUBLISH_AND_FORWARD,
-        adversary=LAZY_SIDE_STREAMS,
     ),
-    "forward does not wait for GPU_STEP of a deferred update": Fault(
-        not_published, STREAMED, ("_gpu_step", "forward"), adversary=LAZY_SIDE_STREAMS
-    ),
+    "forward does not wait for GPU_STEP of a deferred update": Fault(not_published, STREAMED, ("_gpu_step", "forward")),
     "readers of persistent parameters do not wait until they are published": Fault(
         missing(UnitWaits, "publish_persistent_unit"), CPU, ("_publish", A_READ), script=after(accesses.read_persistent)
     ),
     # Flushes are in flight during backward.
     "prefetches do not wait for flushes: backward prefetches into a slot while FLUSH_STATES reads it": Fault(
-        order.prefetches_do_not_wait, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_TO_HOST
+        order.prefetches_do_not_wait, STREAMED, FLUSH_AND_PREFETCH
     ),
     "prefetches do not wait for flushes: backward prefetches masters while FLUSH_STATES writes them": Fault(
-        order.prefetches_do_not_wait, STREAMED_MANY_SLOTS, FLUSH_AND_PREFETCH, adversary=LAZY_TO_HOST
+        order.prefetches_do_not_wait, STREAMED_MANY_SLOTS, FLUSH_AND_PREFETCH
     ),
     "backward does not wait for the update: it prefetches into a slot while FLUSH_STATES reads it": Fault(
-        order.backward_does_not_wait, STREAMED, FLUSH_AND_PREFETCH, adversary=LAZY_TO_HOST
+        order.backward_does_not_wait, STREAMED, FLUSH_AND_PREFETCH
     ),
     # The next two faults need two missing waits each: forward's waits already order the readers of the gradients.
     "neither forward nor backward waits for the worker, which reads the gradients that backward overwrites": Fault(
         combined(order.forward_does_not_wait, order.backward_does_not_wait),
         CPU,
         ("flush", "_cpu_step"),
-        adversary=LAZY_WORKER,
     ),
     "neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates": Fault(
         combined(not_published, order.backward_does_not_wait), STREAMED, ("_add", "_gpu_step")
@@ -172,7 +165,6 @@ ON_ONE_RANK = {
         CPU,
         ("_cpu_step", A_READ),
         script=after(accesses.read_masters),
-        adversary=LAZY_WORKER,
     ),
     "readers of masters do not wait for FLUSH_STATES": Fault(
         order.readers_do_not_wait(MASTERS), STREAMED, ("_flush_states", A_READ), script=after(accesses.read_masters)
@@ -227,7 +219,6 @@ ON_ONE_RANK = {
         ("__add_grad_to_ipg_bucket", "aten::add_"),
         uses_of_shared=3,
         zero=CONTIGUOUS_BUCKETS,
-        adversary=LAZY_SIDE_STREAMS,
     ),
     "the reduction does not wait until autograd has added to a gradient in the bucket": Fault(
         missing(Buckets, "wait_for_addition"),
@@ -241,7 +232,7 @@ ON_ONE_RANK = {
         missing(Gradients, "wait_for_copies"), CPU, ("flush", "_cpu_step")
     ),
     "PUBLISH does not wait for the worker": Fault(
-        order.actions_do_not_wait(ActionKind.PUBLISH), CPU, ("_cpu_step", "_publish"), adversary=LAZY_WORKER
+        order.actions_do_not_wait(ActionKind.PUBLISH), CPU, ("_cpu_step", "_publish")
     ),
     # DeepSpeed keeps offloaded parameters in host memory.
     "offloaded parameters are passed to the accelerator's kernel": Fault(
@@ -250,7 +241,6 @@ ON_ONE_RANK = {
         None,
         zero={"offload_param": {"device": "cpu"}},
         refused="AssertionError: ('param', device(type='cpu'))",
-        adversary=None,
     ),
     # Slots are filled, updated and flushed in this order.
     # Without any wait, all states would be prefetched in backward.
@@ -265,7 +255,6 @@ ON_ONE_RANK = {
         STREAMED_ONE_SLOT,
         ("last owner of memory", "_prefetch"),
         script=moves_in_turn((Placement.STREAMED, 300), (Placement.STREAMED, 700)),
-        adversary=None,
     ),
     "GPU_STEP does not wait for PREFETCH": Fault(
         order.actions_do_not_wait(ActionKind.GPU_STEP), STREAMED, ("_prefetch", "_gpu_step")
@@ -307,11 +296,10 @@ ON_ONE_RANK = {
         PUBLISH_AND_FORWARD,
         script=moves_in_turn((Placement.CPU, 10**9), (Placement.CPU, 300)),
         steps=5,
-        adversary=LAZY_WORKER,
     ),
     # Memory is used by another stream than the one that it was allocated on.
     "a gradient is not recorded on the stream that reduces it": Fault(
-        not_recorded, CPU, ("__add_grad_to_ipg_bucket", "next owner"), adversary=LAZY_SIDE_STREAMS
+        not_recorded, CPU, ("__add_grad_to_ipg_bucket", "next owner")
     ),
     # DeepSpeed's own waits: the race detector checks the whole engine, and not only our hooks.
     "the reduction does not wait for backward": Fault(
