@@ -173,12 +173,15 @@ SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOME
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
 
 
-def launched() -> Iterator[tuple[int, Tail, torch.dtype, torch.dtype | None, StateDtypes]]:
-    """Yield the dtypes of gradient, parameters and states, each with one of the capabilities and tails in turn."""
+def launched() -> Iterator[Any]:
+    """Yield the dtypes of gradient, parameters and states, each with one of the capabilities and tails in turn.
+
+    ``make test`` compiles some, in which each dtype of each tensor, capability and tail is at least once.
+    """
     bf16 = product((torch.float32, torch.bfloat16), (torch.bfloat16, None), (BF16_MASTERS, BF16_STATES))
     dtypes = (*((grad, param, FP32_STATES) for grad, param in product(GRADS, PARAMS)), *bf16)
-    for (capability, tail), each in zip(cycle(product(CAPABILITIES, Tail)), dtypes, strict=False):
-        yield capability, tail, *each
+    for number, (cell, each) in enumerate(zip(cycle(product(CAPABILITIES, Tail)), dtypes, strict=False)):
+        yield pytest.param(*cell, *each, marks=() if number % 5 in (1, 3) else pytest.mark.thorough)
 
 
 @pytest.mark.P2
