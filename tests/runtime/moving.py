@@ -26,7 +26,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
 from tests.kernels.adam_steps import BETAS, fused, machine_arithmetic
 from tests.runtime.plain_adam import adam_step
-from tests.runtime.random_states import NAMES, gradients, make_states, tensors_of, with_persistent
+from tests.runtime.random_states import gradients, random_states, with_persistent
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WRITTEN = 0.5
@@ -70,30 +70,45 @@ class MovingIteration:
 
 
 class MovingTraining:
-    """The training of ``model`` on ``device`` through the memory and the executor of a rank."""
+    """The training of ``model`` on ``device`` through the memory and the executor of a rank.
+
+    ``adam`` updates on the host and on the device, which have kernels of their own by default. ``options`` are those of
+    the executor.
+    """
 
     late_s = 0.0
     """The time that the device takes for backward."""
 
-    def __init__(self, model: Model, plan: UpdatePlan, device: Device[Any], disk_folders: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        plan: UpdatePlan,
+        device: Device[Any],
+        disk_folders: Sequence[Path] = (),
+        adam: AdamKernel | None = None,
+        **options: Any,
+    ) -> None:
         self.model, self.plan, self.device = model, plan, device
         self._gathers, self._has_skipped = device.stream(), False
-        initial = make_states(model.numels, model.dtype)
+        initial = random_states(model.numels, model.dtype)
         reserve = device.empty_host if model.params_on_host else device.empty
-        self.params = [reserve(state.length, model.dtype).copy_(state.parts[0].param) for state in initial]
+        self.params = [reserve(numel, model.dtype) for numel in model.numels]
         more = {"params_on_host": model.params_on_host, "disk_folders": disk_folders}
         self.memory = StateMemory(plan.workload, self.params, model.grad_dtype, device, **more)
         for tensors, state in zip(self.memory.sub_groups, initial, strict=True):
             for name in STATES:
-                getattr(tensors, name).copy_(getattr(state.parts[0], name))
+                getattr(tensors, name).copy_(getattr(state, name))
+        for param, state in zip(self.params, initial, strict=True):
+            param.copy_(state.master)
         self.memory.lock()
         self.memory.set_plan(plan)
-        self.host_adam: AdamKernel = fused()
-        self.device_adam: AdamKernel = fused()
+        self.host_adam: AdamKernel = adam or fused()
+        self.device_adam: AdamKernel = adam or fused()
         if isinstance(device, CudaDevice):
             accelerator = device.empty(0, model.dtype).device
             self.device_adam = TritonAdam(machine_arithmetic(), BETAS, adamw=True, device=accelerator)
-        self.executor = Executor(plan.schedule, self.memory.units, device, self.host_adam, self.device_adam)
+        kernels = self.host_adam, self.device_adam
+        self.executor = Executor(plan.schedule, self.memory.units, device, *kernels, **options)
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
         """Return all parameters and gradients that were read, in order, and all states at the end."""
@@ -109,12 +124,18 @@ class MovingTraining:
         self.executor.end()
         self.executor.sync_states_to_host()
         self._wait_for_caller()
-        found = [getattr(tensors, name).clone() for tensors in self.memory.sub_groups for name in STATES]
+        found = self.states
         self.executor.close()
         self.host_adam.close()
         self.device_adam.close()
         self.memory.close()
-        return [*found, *(param.clone() for param in self.params)]
+        return found
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Return copies of the states in host memory, and of the parameters."""
+        states = (getattr(tensors, name) for tensors in self.memory.sub_groups for name in STATES)
+        return [tensor.clone() for tensor in (*states, *self.params)]
 
     def run(self, number: int, iteration: MovingIteration) -> Iterator[torch.Tensor]:
         """Run one iteration, and yield what is read."""
@@ -235,26 +256,26 @@ class MovingTraining:
 
 def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
     """Return the tensors that ``MovingTraining.train`` returns, with an update of one whole sub-group after another."""
-    states = make_states(model.numels, model.dtype)
+    states = random_states(model.numels, model.dtype)
+    params = [tensors.param for tensors in states if tensors.param is not None]
     kernel = fused()
     read: list[torch.Tensor] = []
     for number, iteration in enumerate(iterations):
         if number > 0:
             read.append(torch.cat(model.gradients(number - 1)))
         if iteration.writes_states:
-            for state in states:
-                state.parts[0].master.mul_(WRITTEN)
-        read.extend(state.parts[0].param.clone() for state in states)
+            for tensors in states:
+                tensors.master.mul_(WRITTEN)
+        read.extend(param.clone() for param in params)
         if iteration.is_skipped:
             continue
         kernel.begin_step([adam_step(1 + number)] * len(states))
-        for index, (state, gradient) in enumerate(zip(states, model.gradients(number), strict=True)):
-            part = replace(state.parts[0], grad=gradient, rounded=state.parts[0].param)
-            kernel.update(index, part.cpu_update().tensors)
+        for index, (tensors, gradient) in enumerate(zip(states, model.gradients(number), strict=True)):
+            kernel.update(index, replace(tensors, grad=gradient))
         units, persistent = iteration.plan.workload.units, iteration.plan.workload.persistent_unit
 
         def params_of(unit: Unit) -> list[torch.Tensor]:
-            return [states[run.sub_group].parts[0].param[run.begin : run.end] for run in unit.ranges]
+            return [params[run.sub_group][run.begin : run.end] for run in unit.ranges]
 
         if iteration.writes_params and persistent is not None:
             for param in params_of(units[persistent]):
@@ -263,8 +284,7 @@ def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[
         for position in iteration.forward:
             read.extend(param.clone() for param in params_of(units[position % len(units)]))
     kernel.close()
-    found = tensors_of(states, [name for name in NAMES if name != "param"])
-    return [*read, *found, *tensors_of(states, ["param"])]
+    return [*read, *(getattr(tensors, name) for tensors in states for name in STATES), *params]
 
 
 def random_plan(chance: random.Random, model: Model) -> UpdatePlan:

@@ -1,49 +1,35 @@
-"""Make the states of units with random contents, and update them through an executor or serially."""
+"""Draw random states and gradients, put persistent parameters in a unit of their own, and compare bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels import adam as kernels
-from deep_opt_states.device.kernels.adam import FP32_STATES, AdamStep, AdamTensors, ElementRange
+from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
-from deep_opt_states.runtime.state import Resident, Shadow, Slot, UnitPart, UnitState
-from perf_model.schedule.happens_before import CHAINS, EAGER_CHAIN
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Range, Unit, Workload
 
-NAMES = ("master", "exp_avg", "exp_avg_sq", "param")
 
-
-def make_states(numels: Sequence[int], dtype: torch.dtype, seed: int = 0) -> list[UnitState]:
-    """Return random states, each unit a sub-group of its own. Until ``place`` is called, the CPU updates all of them.
-
-    All gradients are fp32.
-    """
-    generator = torch.Generator().manual_seed(seed)
+def random_states(numels: Sequence[int], dtype: torch.dtype) -> list[AdamTensors]:
+    """Return random states of sub-groups in host memory, with parameters of ``dtype``."""
+    generator = torch.Generator().manual_seed(0)
     states = []
-    for index, numel in enumerate(numels):
+    for numel in numels:
         master = torch.randn(numel, generator=generator)
-        part = UnitPart(
-            sub_group=index,
-            elements=ElementRange.whole(numel),
-            offset=0,
-            master=master,
-            exp_avg=torch.randn(numel, generator=generator),
-            exp_avg_sq=torch.rand(numel, generator=generator),
-            grad=torch.empty(numel),
-            param=master.to(dtype).clone(),
-            rounded=master if dtype == torch.float32 else torch.empty(numel, dtype=dtype),
+        states.append(
+            AdamTensors(
+                master=master,
+                exp_avg=torch.randn(numel, generator=generator),
+                exp_avg_sq=torch.rand(numel, generator=generator),
+                grad=torch.empty(numel),
+                param=master.to(dtype, copy=True),
+            )
         )
-        states.append(UnitState(placement=Placement.CPU, parts=[part]))
     return states
 
 
@@ -73,56 +59,10 @@ def _without(run: Range, taken: Sequence[tuple[int, int]]) -> Iterator[Range]:
         begin = max(begin, end)
 
 
-def tensors_of(states: Sequence[UnitState], names: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Return the tensors of ``states``, by default those that an update writes."""
-    return [getattr(part, name) for state in states for part in state.parts for name in names or NAMES]
-
-
-def place(states: Sequence[UnitState], schedule: Schedule, device: Device[Any]) -> None:
-    """Set the placements that ``schedule`` executes, and reserve memory on ``device`` for resident states.
-
-    The schedule need not be a safe one.
-    """
-    placements = {frozenset(chain): placement for placement, chain in CHAINS.items()}
-    placements[frozenset(EAGER_CHAIN)] = Placement.CPU
-    for index, state in enumerate(states):
-        kinds = frozenset(action.kind for action in schedule.actions if action.unit == index)
-        state.placement = placements[kinds]
-        is_resident = state.placement is Placement.RESIDENT
-        state.resident = Resident(Slot.reserve(device, state.length, FP32_STATES)) if is_resident else None
-        state.shadow = shadow_of(state, device) if kinds == frozenset(EAGER_CHAIN) else None
-
-
-def shadow_of(state: UnitState, device: Device[Any]) -> Shadow:
-    """Return memory for the second version of the states, and let the unit's steps round to memory of their own."""
-    for part in state.parts:
-        if part.rounded is part.param or part.rounded is part.master:
-            part.rounded = device.empty_host(part.elements.numel, part.param.dtype)
-    numels = [part.elements.numel for part in state.parts]
-    return Shadow(
-        [kernels.UpdatedStates(*(device.empty_host(numel, torch.float32) for _ in range(3))) for numel in numels]
-    )
-
-
 def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
     """Return random fp32 gradients, the same for the same step."""
     generator = torch.Generator().manual_seed(1000 + step)
     return [torch.randn(numel, generator=generator) for numel in numels]
-
-
-def fill_gradients(states: Sequence[UnitState], step: int) -> None:
-    for state, gradient in zip(states, gradients([state.length for state in states], step), strict=True):
-        state.parts[0].grad.copy_(gradient)
-
-
-def update_serially(states: Sequence[UnitState], adam: kernels.AdamKernel, steps: Sequence[AdamStep]) -> None:
-    """Update one unit after another in host memory, each a sub-group of its own, as stock DeepSpeed does.
-
-    This is the reference.
-    """
-    adam.begin_step(steps)
-    for index, state in enumerate(states):
-        adam.update(index, AdamTensors(**{name: getattr(state.parts[0], name) for name in (*NAMES, "grad")}))
 
 
 def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
@@ -135,13 +75,6 @@ def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
         executor.end()
     if executor.failure is not None:
         raise UpdateFailed.because_of(executor.failure)
-
-
-def assert_equal(found: Sequence[UnitState], expected: Sequence[UnitState]) -> None:
-    for name in NAMES:
-        tensors = zip(tensors_of(found, [name]), tensors_of(expected, [name]), strict=True)
-        for index, (ours, reference) in enumerate(tensors):
-            assert torch.equal(ours, reference), f"{name} of part {index}"
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,53 +17,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.cpu import HostDevice
-from deep_opt_states.device.kernels.adam import AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.device.kernels.stock import StockAdam
-from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Worker
 from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import NUM_STAGING_BUFFERS
-from perf_model.schedule.action import Lane
+from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Workload
+from perf_model.schedule.workload import STATES, Workload
 from tests.kernels.adam_steps import BETAS, fused
+from tests.kernels.intercepted import before_each_update
 from tests.model.strategies import parse_schedule
-from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import (
-    NAMES,
-    assert_equal,
-    fill_gradients,
-    make_states,
-    place,
-    run_update,
-    same,
-    tensors_of,
-    update_serially,
-)
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
+from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import run_update, same
 
-CPU, STREAMED = Placement.CPU, Placement.STREAMED
-NUMELS = (40, 1, 33, 128, 7)
+CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
+MODEL = Model(numels=(40, 1, 33, 128, 7), persistent=[])
 MIXED = UpdatePlan(
-    workload=Workload.from_numels(list(NUMELS)), placements=(CPU, STREAMED, STREAMED, CPU, STREAMED), num_slots=2
+    workload=Workload.from_numels(list(MODEL.numels)),
+    placements=(CPU, STREAMED, STREAMED, CPU, STREAMED),
+    num_slots=2,
 )
-
-
-@contextmanager
-def executor_of(
-    plan: UpdatePlan, states: Any, device: Any = None, adam: Any = None, span: Any = nullcontext
-) -> Iterator[Executor]:
-    adam, device = adam or PlainAdam(), device or HostDevice()
-    place(states, plan.schedule, device)
-    executor = Executor(plan.schedule, states, device, adam, adam, span=span)
-    try:
-        yield executor
-    finally:
-        executor.close()
 
 
 # Threads
@@ -71,28 +51,27 @@ def executor_of(
 
 def test_states_are_touched_by_the_thread_that_updates_them_and_each_thread_enters_the_device() -> None:
     device, zeroed_by, updated_by, entered = HostDevice(), list[int](), dict[int, int](), list[int]()
+    adam = fused()
 
-    class WatchedPlainAdam(PlainAdam):
-        def zero(self, tensors: AdamTensors) -> None:
-            zeroed_by.append(threading.get_ident())
-            super().zero(tensors)
+    def zero(tensors: AdamTensors, original: Callable[..., None] = adam.zero) -> None:
+        zeroed_by.append(threading.get_ident())
+        original(tensors)
 
-        def update(self, sub_group: int, *args: Any) -> None:
-            updated_by[sub_group] = threading.get_ident()
-            super().update(sub_group, *args)
+    def note(update: RangeUpdate) -> None:
+        updated_by[update.sub_group] = threading.get_ident()
 
-    adam, states = WatchedPlainAdam(), make_states(NUMELS, torch.bfloat16)
-    fill_gradients(states, 1)
-    before = [tensor.clone() for tensor in tensors_of(states)]
     device.enter_thread = lambda: entered.append(threading.get_ident())  # type: ignore[method-assign]
-    with executor_of(MIXED, states, device, adam) as executor:
-        executor.touch([states[index].parts[0].cpu_update().tensors for index in (0, 3)])
-        for number, (tensor, original) in enumerate(zip(tensors_of(states), before, strict=True)):
-            index, name = number // len(NAMES), NAMES[number % len(NAMES)]
-            is_zero = index in (0, 3) and name != "param"
-            assert torch.equal(tensor, torch.zeros_like(tensor) if is_zero else original), (name, index)
-        run_update(executor, [adam_step(1)] * 5)
-    assert adam.begun == [(adam_step(1),) * 5], "each step is announced once"
+    training = MovingTraining(MODEL, MIXED, device, adam=adam)
+    before, sub_groups = training.states, training.memory.sub_groups
+    with mock.patch.object(adam, "zero", zero), mock.patch.object(adam, "begin_step", wraps=adam.begin_step) as begin:
+        training.executor.touch([sub_groups[index].adam_tensors for index in (0, 3)])
+        for number, (tensor, original) in enumerate(zip(training.states, before, strict=True)):
+            is_zero = number // len(STATES) in (0, 3)
+            assert torch.equal(tensor, torch.zeros_like(tensor) if is_zero else original), number
+        with before_each_update(note):
+            run_update(training.executor, [adam_step(1)] * 5)
+    training.end()
+    assert begin.call_count == 1, "each step is announced once"
     assert zeroed_by == [updated_by[0], updated_by[3]]
     assert updated_by[0] in entered
     assert len(set(entered) - {threading.get_ident()}) == 2, "the worker, and the thread of the sections"
@@ -108,15 +87,12 @@ def test_stocks_op_updates_on_two_threads_at_once() -> None:
             both.wait()
             return scaled
 
+    model = Model(numels=(128, 128), persistent=[])
     plan = UpdatePlan(workload=Workload.from_numels([128, 128]), placements=(CPU, STREAMED), num_slots=1)
-    states, reference = (make_states([128, 128], torch.bfloat16) for _ in range(2))
-    together, alone = MeetingAdam(2, BETAS, adamw=True), StockAdam(2, BETAS, adamw=True)
-    with executor_of(plan, states, adam=together) as executor:
-        for those in (states, reference):
-            fill_gradients(those, 1)
-        run_update(executor, [adam_step(1)] * 2)
-        update_serially(reference, alone, [adam_step(1)] * 2)
-        assert_equal(states, reference)
+    training = MovingTraining(model, plan, HostDevice(), adam=MeetingAdam(2, BETAS, adamw=True))
+    iterations = [MovingIteration(plan=plan)]
+    assert same(training.train(iterations), train_serially(model, iterations))
+    alone = StockAdam(2, BETAS, adamw=True)
     memory = weakref.ref(alone.scaled_gradient(torch.ones(8), 0.5, torch.float32)._base)
     assert memory() is not None
     alone.close()
@@ -173,7 +149,6 @@ class Allocations(TorchDispatchMode):
 def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
     """Check that neither the thread that issues nor the worker reserves memory, a stream or an event in a step."""
     device = CountingDevice()
-    states = make_states(NUMELS, torch.bfloat16)
     in_sections, on_worker = Allocations(), Allocations()
     threads: dict[str, int] = {}
 
@@ -185,21 +160,20 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
 
         return watched_method
 
-    with executor_of(MIXED, states, device, fused()) as executor:
-        assert [entry for entry in device.reserved if entry.startswith("empty")] == ["empty 33"] * 3 * 2, "slots"
-        assert device.reserved.count("stream") == sum(not lane.is_thread for lane in Lane)
-        device.reserved.clear()
-        with (
-            mock.patch.object(Issuer, "on_thread", watched(Issuer.on_thread, on_worker)),
-            mock.patch.object(Section, "__call__", watched(Section.__call__, in_sections)),
-        ):
-            for step in range(1, 4):
-                for state in states:
-                    state.parts[0].grad.fill_(1)
-                run_update(executor, [adam_step(step)] * 5)
+    training = MovingTraining(MODEL, MIXED, device)
+    assert device.reserved.count("stream") == 1 + sum(not lane.is_thread for lane in Lane)
+    training.backward(0)
+    device.reserved.clear()
+    with (
+        mock.patch.object(Issuer, "on_thread", watched(Issuer.on_thread, on_worker)),
+        mock.patch.object(Section, "__call__", watched(Section.__call__, in_sections)),
+    ):
+        for step in range(1, 4):
+            run_update(training.executor, [adam_step(step)] * 5)
     assert in_sections.found == on_worker.found == device.reserved == []
     assert in_sections.seen > 0
     assert len({threading.get_ident(), *threads.values()}) == 3
+    training.end()
     with in_sections:
         torch.ones(3) + 1
     assert len(in_sections.found) >= 2, "the watch sees an allocation"
@@ -241,15 +215,20 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused_before_an
     text: str, message: str
 ) -> None:
     schedule = parse_schedule(text, num_slots=0, slot_numel=0)
-    states = make_states([4] * (1 + max(action.unit for action in schedule.actions)), torch.bfloat16)
-    place(states, schedule, HostDevice())
+    on_gpu = {action.unit for action in schedule.actions if action.kind is ActionKind.GPU_STEP}
+    model = Model(numels=(4,) * (1 + max(action.unit for action in schedule.actions)), persistent=[])
+    workload = Workload.from_numels(list(model.numels))
+    placements = tuple(RESIDENT if unit in on_gpu else CPU for unit in range(len(model.numels)))
     device = CountingDevice()
+    training = MovingTraining(model, UpdatePlan(workload=workload, placements=placements, num_slots=1), device)
+    device.reserved.clear()
     if message != "may start before":
-        check(schedule, Workload.from_numels([4, 4]))
+        check(schedule, workload)
     with pytest.raises(ScheduleError, match=message) as caught:
-        Executor(schedule, states, device, PlainAdam(), PlainAdam())
+        training.executor.load_plan(schedule, training.memory.units)
     assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
     assert device.reserved == []
+    training.end()
 
 
 # Failures
@@ -257,27 +236,24 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused_before_an
 
 @pytest.mark.P6
 def test_after_a_failure_nothing_is_issued_until_it_is_cleared() -> None:
-    adam, victims, issued = PlainAdam(), {0}, list[str]()
-    states = make_states(NUMELS, torch.bfloat16)
-    fill_gradients(states, 1)
+    victims, issued = {0}, list[str]()
 
-    def fail(sub_group: int, *_: Any) -> Any:
-        if sub_group in victims:
-            raise ZeroDivisionError(f"sub-group {sub_group}")
-        return mock.DEFAULT
+    def fail(update: RangeUpdate) -> None:
+        if update.sub_group in victims:
+            raise ZeroDivisionError(f"sub-group {update.sub_group}")
 
     def span(name: str) -> Any:
         issued.append(name)
         return nullcontext()
 
-    with (
-        mock.patch.object(adam, "update", wraps=adam.update, side_effect=fail),
-        executor_of(MIXED, states, adam=adam, span=span) as executor,
-    ):
+    training = MovingTraining(MODEL, MIXED, HostDevice(), span=span)
+    executor = training.executor
+    training.backward(0)
+    with before_each_update(fail):
         executor.begin([adam_step(1)] * 5)
         executor.publish(0)
         assert isinstance(executor.failure, ZeroDivisionError), "known where parameters are needed"
-        before, names = [tensor.clone() for tensor in tensors_of(states)], list(issued)
+        before, names = training.states, list(issued)
         assert "CPU_STEP 0" in names
         assert "CPU_STEP 3" not in names
         for call in (executor.advance, partial(executor.publish, 3), executor.end, executor.prefetch):
@@ -290,8 +266,9 @@ def test_after_a_failure_nothing_is_issued_until_it_is_cleared() -> None:
         assert isinstance(cause, ZeroDivisionError)
         assert "fail" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
         assert issued == names
-        assert same(tensors_of(states), before)
+        assert same(training.states, before)
         victims.clear()
         executor.clear_failure()
         run_update(executor, [adam_step(2)] * 5)
         assert {action.name for action in MIXED.schedule.actions} == set(issued[len(names) :])
+    training.end()

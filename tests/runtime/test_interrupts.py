@@ -12,23 +12,24 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from deep_opt_states.device.cpu import HostDevice
+from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime import uninterrupted, worker
-from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.uninterrupted import Section, Uninterrupted
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from tests.forked_child import alarm_after
-from tests.runtime.plain_adam import PlainAdam, adam_step
-from tests.runtime.random_states import assert_equal, fill_gradients, make_states, place, update_serially
+from tests.kernels.intercepted import before_each_update
+from tests.runtime.moving import Model, MovingIteration, MovingTraining, train_serially
+from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import same
 
-NUMELS = (9, 7, 8, 6, 5)
+MODEL = Model(numels=(9, 7, 8, 6, 5), persistent=[])
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 PLAN = UpdatePlan(
-    workload=Workload.from_numels(list(NUMELS)), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
+    workload=Workload.from_numels(list(MODEL.numels)), placements=(CPU, STREAMED, RESIDENT, STREAMED, CPU), num_slots=1
 )
 
 
@@ -115,39 +116,28 @@ def test_a_section_runs_once_and_its_exception_is_that_of_the_call() -> None:
     assert calls == [1]
 
 
-class SlowAdam(PlainAdam):
-    """A kernel that takes its time, in which the interpreter runs signal handlers, and that may fail at the end."""
-
-    fails = False
-
-    def update(self, sub_group: int, *args: Any) -> None:
-        time.sleep(0.1 if sub_group == 4 else 0.002)
-        super().update(sub_group, *args)
-        if self.fails and sub_group == 4:
-            raise ZeroDivisionError
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_signal_handler_may_end_the_update_that_the_host_waits_for_or_interrupt_the_wait(fails: bool) -> None:
     """Check the habit to save a checkpoint in the handler of a signal that announces the end of a job."""
-    states, reference = (make_states(NUMELS, torch.bfloat16) for _ in range(2))
-    place(states, PLAN.schedule, HostDevice())
-    host_adam = SlowAdam()
-    host_adam.fails = fails
-    executor = Executor(PLAN.schedule, states, HostDevice(), host_adam, SlowAdam())
-    for those in (states, reference):
-        fill_gradients(those, 1)
-    update_serially(reference, PlainAdam(), [adam_step(1)] * len(NUMELS))
-    executor.begin([adam_step(1)] * len(NUMELS))
+    training = MovingTraining(MODEL, PLAN, HostDevice())
+    executor, expected = training.executor, train_serially(MODEL, [MovingIteration(plan=PLAN)])
+
+    def slowly(update: RangeUpdate) -> None:
+        # The interpreter runs signal handlers meanwhile.
+        time.sleep(0.1 if update.sub_group == 4 else 0.002)
+        if fails and update.sub_group == 4:
+            raise ZeroDivisionError
 
     def save(*_: object) -> None:
         executor.end()
         executor.sync_states_to_host()
-        if not fails:
-            assert_equal(states, reference)
+        assert fails or same(training.states, expected[-len(training.states) :])
         raise Interrupt
 
-    with pytest.raises(Interrupt), alarm_after(0.01, save):
-        executor.end()
+    with before_each_update(slowly):
+        training.backward(0)
+        executor.begin([adam_step(1)] * len(MODEL.numels))
+        with pytest.raises(Interrupt), alarm_after(0.01, save):
+            executor.end()
     assert isinstance(executor.failure, ZeroDivisionError) == fails
     executor.close()
