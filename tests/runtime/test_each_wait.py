@@ -27,15 +27,9 @@ import deep_opt_states.zero.step
 from deep_opt_states.device.cuda import CudaEvent, CudaStream
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.zero.step.staging import Staging
-from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Range, Unit, Workload
 from tests.runtime.moving import (
     Model,
-    MovingIteration,
-    MovingTraining,
     random_iterations,
-    train_serially,
 )
 from tests.runtime.on_software_gpu import SoftwareDevice, faults_of, is_right
 from tests.runtime.random_states import same
@@ -142,23 +136,6 @@ def moves() -> Iterator[Scenario]:
         yield partial(is_right, model, random_iterations(random.Random(seed), model, 6, moves=True))
 
 
-def prefetches_into_used_memory() -> bool:
-    """Train such that the host waits for nothing between the reservation of a slot and its first prefetch."""
-    workload = Workload((Unit(0, (Range(0, 0, 20),)), Unit(1, (Range(0, 20, 40),))))
-    cpu, streamed = (
-        UpdatePlan(workload=workload, placements=(placement, Placement.CPU), num_slots=1)
-        for placement in (Placement.CPU, Placement.STREAMED)
-    )
-    model = Model(numels=(60,), persistent=[[]])
-    training = MovingTraining(model, cpu, SoftwareDevice())
-    iterations = [MovingIteration(plan=cpu), MovingIteration(plan=streamed, prefetches=True)]
-    list(training.run(0, iterations[0]))
-    training.move(streamed)
-    list(training.train_step(1, iterations[1]))
-    found = training.end()
-    return same(found, train_serially(model, iterations)[-len(found) :])
-
-
 BUFFER_NUMEL, NUMEL = 7, 100
 
 RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (2, 30, 1)))
@@ -215,7 +192,7 @@ def gradients() -> bool:
 def scenarios() -> list[tuple[Scenario, set[tuple[Place, int]]]]:
     """Return the scenarios, which have no fault, each with the waits that it reaches."""
     found = []
-    for scenario in (gradients, prefetches_into_used_memory, *moves()):
+    for scenario in (gradients, *moves()):
         waits = RuntimeWaits()
         with waits.observed():
             assert faults_of(scenario) == []

@@ -132,9 +132,7 @@ ON_ONE_RANK = {
     ),
     # Forward reads them while a deferred update is in flight.
     "forward does not wait for PUBLISH of a deferred update": Fault(
-        combined(not_published, order.worker_begins_after_the_step),
-        CPU,
-        PUBLISH_AND_FORWARD,
+        combined(not_published, order.worker_begins_after_the_step), CPU, PUBLISH_AND_FORWARD
     ),
     "forward does not wait for GPU_STEP of a deferred update": Fault(not_published, STREAMED, ("_gpu_step", "forward")),
     "readers of persistent parameters do not wait until they are published": Fault(
@@ -152,19 +150,14 @@ ON_ONE_RANK = {
     ),
     # The next two faults need two missing waits each: forward's waits already order the readers of the gradients.
     "neither forward nor backward waits for the worker, which reads the gradients that backward overwrites": Fault(
-        combined(order.forward_does_not_wait, order.backward_does_not_wait),
-        CPU,
-        ("flush", "_cpu_step"),
+        combined(order.forward_does_not_wait, order.backward_does_not_wait), CPU, ("flush", "_cpu_step")
     ),
     "neither forward nor backward waits for GPU_STEP, which reads the gradients that backward accumulates": Fault(
         combined(not_published, order.backward_does_not_wait), STREAMED, ("_add", "_gpu_step")
     ),
     # No reader of states or parameters sees an update in flight.
     "readers of masters do not wait for the worker": Fault(
-        order.readers_do_not_wait(MASTERS),
-        CPU,
-        ("_cpu_step", A_READ),
-        script=after(accesses.read_masters),
+        order.readers_do_not_wait(MASTERS), CPU, ("_cpu_step", A_READ), script=after(accesses.read_masters)
     ),
     "readers of masters do not wait for FLUSH_STATES": Fault(
         order.readers_do_not_wait(MASTERS), STREAMED, ("_flush_states", A_READ), script=after(accesses.read_masters)
