@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from deep_opt_states.zero.step.norms import sums_in_order
-from tests.gpu.updates import on_cpu, on_gpu, train_both, triton_adam
+from tests.gpu.updates import on_cpu, on_gpu, triton_adam
 from tests.kernels.adam_steps import (
     BETAS,
-    GRADS,
-    PARAMS,
     STEP,
-    changing,
     copied,
     differences,
     machine_arithmetic,
     random_tensors,
     rounded_upper_halves,
-    steps_of,
 )
+from tests.kernels.compared import WIDTHS, cases, compared
 
 
-@pytest.mark.parametrize("grad_dtype", GRADS)
-@pytest.mark.parametrize("param_dtype", PARAMS)
-def test_every_combination_of_dtypes_has_the_bits_of_the_cpu_kernel(
-    grad_dtype: torch.dtype, param_dtype: torch.dtype | None
-) -> None:
-    for adamw in (True, False):
-        assert train_both(steps_of(8), 10_007, grad_dtype, param_dtype, adamw=adamw) == []
+@pytest.mark.parametrize("seed", [0, 3])
+def test_difficult_values_of_every_dtype_have_the_bits_of_the_cpu_kernel(seed: int) -> None:
+    """Check every kind of range, with gradients and parameters that are aligned or not, by the seed."""
+    for width, (tail, grad, param, adamw, states) in zip(cycle(WIDTHS), cases(), strict=False):
+        assert compared(Arithmetic(width, tail), grad, param, adamw, states, seed=seed, device="cuda") == []
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic(width, tail) for width, tail in product((16, 8, 1), Tail)], ids=str)
@@ -45,61 +38,13 @@ def test_tails_of_every_length_and_arithmetic_have_the_bits_of_the_cpu_kernel(ar
     """Check all arithmetics, also those that no compiler here uses for stock's tail, with and without whole blocks."""
     for numel in (*range(1, 33), *(4096 + tail for tail in range(16))):
         for adamw in (True, False):
-            found = train_both(
-                steps_of(2), numel, torch.bfloat16, torch.bfloat16, adamw=adamw, arithmetic=arithmetic, seed=numel
-            )
-            assert found == [], numel
+            options = {"seed": 4 * numel, "numel": numel, "device": "cuda"}
+            assert compared(arithmetic, torch.bfloat16, torch.bfloat16, adamw, **options) == []
 
 
-@settings(max_examples=100)
-@given(
-    numel=st.integers(1, 5000),
-    grad_dtype=st.sampled_from(GRADS),
-    param_dtype=st.sampled_from(PARAMS),
-    adamw=st.booleans(),
-    weight_decay=st.sampled_from([0.0, 0.1]),
-    bias_correction=st.booleans(),
-    eps=st.sampled_from([1e-8, 0.0, 1e-3]),
-    infinities=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-def test_odd_lengths_and_every_option_have_the_bits_of_the_cpu_kernel(
-    numel: int,
-    grad_dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
-    adamw: bool,
-    weight_decay: float,
-    bias_correction: bool,
-    eps: float,
-    infinities: bool,
-    seed: int,
-) -> None:
-    steps = steps_of(3, weight_decay=weight_decay, bias_correction=bias_correction, eps=eps)
-    assert train_both(steps, numel, grad_dtype, param_dtype, adamw=adamw, seed=seed, infinities=infinities) == []
-
-
-def test_many_steps_of_a_large_sub_group_have_the_bits_of_the_cpu_kernel() -> None:
-    assert train_both(steps_of(60), 1_000_003, torch.bfloat16, torch.bfloat16) == []
-
-
-def test_bits_stay_equal_when_betas_change_and_a_checkpoint_changes_the_step() -> None:
-    steps = changing(steps_of(12))
-    assert train_both([*steps, steps[-1]], 1001, torch.bfloat16, torch.bfloat16) == []
-
-
-@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 1), (3, 5)])
-def test_gradients_and_parameters_may_begin_at_any_element(offsets: tuple[int, int]) -> None:
-    """Check tensors without alignment, such as views of DeepSpeed's flat buffers."""
-
-    def placed(tensors: AdamTensors) -> AdamTensors:
-        moved = on_gpu(tensors)
-        for name, offset in zip(("grad", "param"), offsets, strict=True):
-            plain = getattr(moved, name)
-            view = torch.zeros(offset + plain.numel(), dtype=plain.dtype, device=plain.device)[offset:]
-            moved = replace(moved, **{name: view.copy_(plain)})
-        return moved
-
-    assert train_both(steps_of(3), 10_007, torch.bfloat16, torch.bfloat16, placed=placed) == []
+def test_a_large_sub_group_has_the_bits_of_the_cpu_kernel() -> None:
+    arithmetic = machine_arithmetic()
+    assert compared(arithmetic, torch.bfloat16, torch.bfloat16, True, numel=1_000_003, device="cuda") == []
 
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])

@@ -6,27 +6,19 @@ The shapes are such that copies take most of the time. As a program, it is the o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamStep, AdamTensors
+from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
-from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
-from tests.kernels.adam_steps import (
-    BETAS,
-    copied,
-    differences,
-    machine_arithmetic,
-    random_tensors,
-    steps_of,
-    with_infinities,
-)
+from tests.kernels.adam_steps import BETAS, machine_arithmetic
+from tests.kernels.compared import compared
 from tests.runtime.moving import DTYPES, Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.random_states import same
 
@@ -46,39 +38,6 @@ def triton_adam(*, adamw: bool = True, arithmetic: Arithmetic | None = None) -> 
     return TritonAdam(
         arithmetic or machine_arithmetic(), BETAS, adamw=adamw, device=torch.device("cuda", torch.cuda.current_device())
     )
-
-
-def train_both(
-    steps: Sequence[AdamStep],
-    numel: int,
-    grad_dtype: torch.dtype,
-    param_dtype: torch.dtype | None,
-    *,
-    adamw: bool = True,
-    arithmetic: Arithmetic | None = None,
-    seed: int = 0,
-    infinities: bool = False,
-    placed: Callable[[AdamTensors], AdamTensors] = on_gpu,
-) -> list[str]:
-    """Train with both kernels and return the differences after the first step with any.
-
-    ``placed`` copies the tensors to the GPU.
-    """
-    arithmetic = arithmetic or machine_arithmetic()
-    cpu_tensors, gradient = random_tensors(numel, grad_dtype, param_dtype, seed)
-    gpu_tensors = placed(copied(cpu_tensors))
-    gpu = triton_adam(adamw=adamw, arithmetic=arithmetic)
-    cpu = FusedAdam(arithmetic, BETAS, adamw=adamw, num_threads=4)
-    for step in steps:
-        grad = with_infinities(gradient(), step.step) if infinities else gradient()
-        cpu_tensors.grad.copy_(grad)
-        gpu_tensors.grad.copy_(grad)
-        for kernel, tensors in ((gpu, gpu_tensors), (cpu, cpu_tensors)):
-            kernel.begin_step([step])
-            kernel.update(0, tensors)
-        if found := differences(on_cpu(gpu_tensors), cpu_tensors):
-            return [f"step {step.step}", *found]
-    return []
 
 
 def random_model(chance: random.Random) -> Model:
@@ -115,7 +74,7 @@ def is_right(model: Model, iterations: Sequence[MovingIteration]) -> bool:
 def main() -> None:
     """Run the kernel on odd lengths, and the executor on a plan with every placement, and check the bits."""
     for numel in (1, 17, 4099):
-        assert train_both(steps_of(1), numel, torch.bfloat16, torch.bfloat16) == []
+        assert compared(machine_arithmetic(), torch.bfloat16, torch.bfloat16, True, numel=numel, device="cuda") == []
     model = Model(numels=(33, 5000, 4096, 17), persistent=[], grad_dtype=torch.bfloat16)
     workload = Workload.from_numels(list(model.numels))
     plan = UpdatePlan(workload=workload, placements=(*Placement, Placement.STREAMED), num_slots=1)
