@@ -104,8 +104,6 @@ def changed(**changes: object) -> AbstractContextManager[None]:
 
 PLAIN = Settings()
 LAZY = Settings(lazy=True)
-SLOW_LINK = Settings(rates=MachineRates(h2d=1e6, d2h=1e6))
-SLOW_KERNELS = Settings(rates=MachineRates(launch_s=2e-3))
 JITTER = Settings(jitter_s=3e-3, seed=1)
-ADVERSARIES = {"plain": PLAIN, "lazy": LAZY, "jitter": JITTER, "slow link": SLOW_LINK, "slow kernels": SLOW_KERNELS}
+ADVERSARIES = {"plain": PLAIN, "lazy": LAZY, "jitter": JITTER}
 """Ways in which the device is allowed to behave, and in which different missing waits show."""

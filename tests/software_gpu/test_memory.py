@@ -1,13 +1,11 @@
-"""Check memory: poison, the allocator, its limit and its protection; and copies: which block, and which are divided."""
+"""Check memory: poison and protection; and which copies are divided."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
 from unittest import mock
 
-import pytest
 import torch
 
 from deep_opt_states.device import cuda
@@ -18,14 +16,9 @@ from tests.software_gpu.plugged import TORCH
 from tests.software_gpu.ranks import on_device
 from tests.software_gpu.settings import changed
 
-MIB = 2**20
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 1000, 3_000_001)
 """Numbers of elements: small blocks, and blocks of 6 MB to 24 MB, which get their poison by other pages."""
-
-
-def _new(size_bytes: int) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE_TYPE)
 
 
 def _is_nan(tensor: torch.Tensor) -> bool:
@@ -53,32 +46,6 @@ def test_memory_that_was_never_written_and_memory_that_is_reused_is_nan() -> Non
 
 
 @on_device
-def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_is_not_enough() -> None:
-    device.empty_cache()
-    reserved = device.memory_reserved()
-
-    def retries_and_errors() -> tuple[int, int]:
-        return tuple(device.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms"))
-
-    retries, errors = retries_and_errors()
-    with changed(memory_bytes=reserved + 100 * MIB):
-        cached = _new(60 * MIB)
-        del cached
-        with device.stream(device.Stream()):
-            # The cached block is of another stream.
-            kept = _new(50 * MIB)
-        assert device.memory_reserved() == reserved + 50 * MIB
-        assert retries_and_errors() == (retries + 1, errors)
-        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory\. Tried to allocate 60 MiB"):
-            _new(60 * MIB)
-        assert retries_and_errors() == (retries + 2, errors + 1)
-        # The error leaves everything as it was.
-        kept.fill_(3)
-        assert kept[-1].item() == 3
-        assert _new(50 * MIB).data_ptr() != 0
-
-
-@on_device
 def test_the_pages_of_memory_of_the_device_allow_no_access() -> None:
     tensor = torch.ones(10, device=DEVICE_TYPE)
     address = tensor.data_ptr()
@@ -91,16 +58,7 @@ def test_the_pages_of_memory_of_the_device_allow_no_access() -> None:
 # Copies
 
 
-FEW, NUMEL = 1000, 100_000
-"""The elements of a pageable copy that is staged, and of one that is too large for that."""
-
 CHUNK_NUMEL = 25_000
-
-
-def _on_gpu(value: float, numel: int = NUMEL) -> torch.Tensor:
-    tensor = torch.full((numel,), value, device=DEVICE_TYPE)
-    device.synchronize()
-    return tensor
 
 
 def _names_of_work(copy: Callable[[], object]) -> list[str]:
@@ -111,39 +69,6 @@ def _names_of_work(copy: Callable[[], object]) -> list[str]:
         copy()
         device.synchronize()
         return [span.name for span in device.take_spans() if span.name != "free"]
-
-
-@on_device
-def test_only_copies_from_and_to_page_locked_memory_are_asynchronous() -> None:
-    """Read the target at once: it has the new values only after a wait, and the values that the source has by then."""
-    registered = torch.frombuffer(mmap.mmap(-1, NUMEL * 4), dtype=torch.float32)
-    assert device.cudart().cudaHostRegister(registered.data_ptr(), NUMEL * 4, 0) == 0
-    hosts: dict[str, tuple[Callable[[int], torch.Tensor], int, list[str], list[str]]] = {
-        # How the memory is allocated, elements, and the waits of a copy from it and to it.
-        "pinned": (lambda numel: torch.ones(numel).pin_memory(), FEW, [], []),
-        "pinned, large": (lambda numel: torch.ones(numel).pin_memory(), NUMEL, [], []),
-        "registered": (lambda numel: registered[:numel].fill_(1), NUMEL, [], []),
-        # A small copy from pageable memory is staged.
-        "pageable": (torch.ones, FEW, [], ["copy D2H, pageable"]),
-        "pageable, large": (torch.ones, NUMEL, ["copy H2D, pageable"], ["copy D2H, pageable"]),
-    }
-    for name, (allocated, numel, up, down) in hosts.items():
-        is_late = not name.startswith("pageable")
-        with changed(lazy=True, lazy_s=100.0):
-            source, target = allocated(numel), _on_gpu(0, numel)
-            with device.recorded_host_waits() as waits:
-                target.copy_(source, non_blocking=True)
-            assert [wait.reason for wait in waits] == up, name
-            source.fill_(2)
-            assert target.tolist() == [2 if is_late else 1] * numel, name
-            source, target = _on_gpu(3, numel), allocated(numel)
-            with device.recorded_host_waits() as waits:
-                target.copy_(source, non_blocking=True)
-            assert [wait.reason for wait in waits] == down, name
-            assert target.tolist() == [1 if is_late else 3] * numel, name
-            device.synchronize()
-            assert target.tolist() == [3] * numel, name
-    assert device.cudart().cudaHostUnregister(registered.data_ptr()) == 0
 
 
 @on_device
