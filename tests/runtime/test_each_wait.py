@@ -130,7 +130,7 @@ class RuntimeWaits:
 
 def moves() -> Iterator[Scenario]:
     """Yield training in which units move between updates."""
-    for seed in range(24):
+    for seed in range(16):
         persistent = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
         model = Model(numels=(40, 25), persistent=persistent, params_on_host=seed % 3 == 0)
         yield partial(is_right, model, random_iterations(random.Random(seed), model, 6, moves=True))
