@@ -6,15 +6,19 @@ The device is lazy: what nothing waits for is not executed.
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
+from deep_opt_states.runtime.uninterrupted import THREAD_NAME
+from perf_model.schedule.placement import Placement
 from tests.launch import REPOSITORY
 from tests.ranks import ranks
 from tests.software_gpu import device
@@ -38,9 +42,9 @@ STRIDE = {**STRIDE_2, "num_slots": 2}
 HELPERS = ("library.py", "device.py", "cuda.py", "plugged.py", "compat.py", "nvtx.py", "__init__.py")
 """Files whose functions wait on behalf of their callers. ``__init__.py`` is that of ``torch.accelerator``."""
 
-WHOLE_DEVICE, COPY_OF_OFFLOADED = "synchronize", "copy H2D, blocking"
-"""Reasons of waits: for all streams; and for a copy that DeepSpeed issues before it gathers an offloaded parameter,
-with several ranks only."""
+WHOLE_DEVICE, COPY_OF_OFFLOADED, WORKER = "synchronize", "copy H2D, blocking", "worker"
+"""Reasons of waits: for all streams; for a copy that DeepSpeed issues before it gathers an offloaded parameter, with
+several ranks only; and for a task of the worker."""
 
 ROWS = {
     # Where the host waits, by the caller: the phase and the row of the table.
@@ -88,6 +92,9 @@ class HostWaits:
     )
     copies: Counter[str] = field(default_factory=Counter)
     sub_groups: int = 0
+    units_on_cpu: int = 0
+    left_to_issue: list[int] = field(default_factory=list)
+    """The actions of the next update that are not issued when the report of one comes."""
 
     def all(self) -> list[tuple[str, str]]:
         return [wait for steps in self.by_phase.values() for waits in steps for wait in waits]
@@ -100,6 +107,17 @@ def reason_and_caller(wait: device.Wait) -> tuple[str, str]:
     return wait.reason, caller
 
 
+def recorded_waits_for_the_worker(waits: list[device.Wait]) -> AbstractContextManager[object]:
+    """Return a context in which the waits of the main thread, and of its sections, for the worker are recorded."""
+
+    def recorded(future: Future[Any], timeout: float | None = None, wait: Callable[..., Any] = Future.result) -> Any:
+        if threading.current_thread().name in (threading.main_thread().name, THREAD_NAME):
+            waits.append(device.Wait(WORKER, "script", ("",)))
+        return wait(future, timeout)
+
+    return mock.patch.object(Future, "result", recorded)
+
+
 def waits_of(case: Case, block: Block) -> HostWaits:
     found = HostWaits()
     with (
@@ -107,6 +125,7 @@ def waits_of(case: Case, block: Block) -> HostWaits:
         shared_folder() as folder,
         closing_engine(case, block) as engine,
         device.recorded_host_waits() as waits,
+        recorded_waits_for_the_worker(waits),
         ExitStack() as patches,
     ):
 
@@ -127,6 +146,16 @@ def waits_of(case: Case, block: Block) -> HostWaits:
 
         for phase in found.by_phase:
             patches.enter_context(mock.patch.object(engine, phase, recorded(phase)))
+        if block is not None:
+            executor, report = engine.optimizer._running.executor, engine.optimizer.report
+            found.units_on_cpu = list(engine.optimizer.plan.placements).count(Placement.CPU)
+
+            def updated(*args: Any, reported: Callable[..., Any] = report.updated) -> None:
+                if executor.pending:
+                    found.left_to_issue.append(len(executor._issuer.schedule.actions) - executor._issuer.issued)
+                reported(*args)
+
+            patches.enter_context(mock.patch.object(report, "updated", updated))
         # The record would read the optimizer's states, with copies of its own.
         with mock.patch("tests.zero.parity.training.collect"):
             train(engine, case, folder)
@@ -159,7 +188,7 @@ def check_table(case: Case, block: Block, found: HostWaits) -> None:
             for reason, caller in waits[step]:
                 if caller.startswith(GATHERS) and (phase != "step" or reason == COPY_OF_OFFLOADED):
                     assert reason != COPY_OF_OFFLOADED or (case.offload_param and case.world_size > 1)
-                elif caller not in REPORTS:
+                elif caller not in REPORTS and reason != WORKER:
                     counted[ROWS[caller]] += 1
                     assert ROWS[caller][0] == phase, f"{caller} waits in {phase}, step {step}"
         assert counted == expected_waits(case, block, found.sub_groups), step
@@ -167,6 +196,24 @@ def check_table(case: Case, block: Block, found: HostWaits) -> None:
     # whose prefetches are in flight must not be waited for.
     reasons = {reason for reason, _ in found.all()}
     assert (WHOLE_DEVICE in reasons) == (block is None and case.world_size > 1)
+
+
+def check_worker(block: dict[str, Any], found: HostWaits) -> None:
+    """Check that a deferred update makes forward and backward wait for the units on the CPU alone.
+
+    The report of an update, for which the host waits, comes when the next one is issued.
+    """
+    is_deferred = block.get("overlap_forward", True)
+    forward, backward, step = (
+        [[reason for reason, _ in waits].count(WORKER) for waits in steps] for steps in found.by_phase.values()
+    )
+    # PUBLISH and CPU_STEP of each unit; the persistent unit is published in the step.
+    in_step = 2 if is_deferred else 2 * found.units_on_cpu
+    assert step == [in_step] * STEADY_STEPS
+    both = [sum(counts) for counts in zip(forward, backward, strict=True)]
+    assert both == [2 * found.units_on_cpu - in_step] * STEADY_STEPS
+    assert max(forward) > 0 or found.units_on_cpu == 1 or not is_deferred, "nothing was deferred"
+    assert found.left_to_issue == [0] * (STEPS - 1) * is_deferred
 
 
 def check_copies(case: Case, block: Block, found: HostWaits) -> None:
@@ -208,3 +255,5 @@ def test_the_host_waits_as_often_as_the_documentation_says_and_for_no_copy_of_th
             found = waits_of(case, block)
             check_table(case, block, found)
             check_copies(case, block, found)
+            if not case.offload_param:
+                check_worker(block, found)
