@@ -108,7 +108,7 @@ def test_every_combination_of_dtypes_gives_the_bits_of_stock(
 @EACH_DTYPES
 def test_many_steps_with_changed_betas_and_a_loaded_checkpoint_give_the_bits_of_stock(dtypes: StateDtypes) -> None:
     """Check the cases of stock's beta^t: the running product, a new product, and ``pow`` after a jump of the steps."""
-    jumped = changing(clipped_in_turn(50))
+    jumped = changing(clipped_in_turn(1000))
     repeated = [*jumped, jumped[-1], replace(jumped[-1], step=7)]
     assert train_both(repeated, 1001, torch.bfloat16, torch.bfloat16, fused(dtypes=dtypes), dtypes=dtypes) == []
 
