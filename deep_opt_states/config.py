@@ -230,7 +230,6 @@ class Config(BaseModel):
 
     @property
     def plans_eager(self) -> bool:
-        """Return whether the planner decides which units are eager."""
         return self.eager == "planned" and self.overlap_backward
 
     @property

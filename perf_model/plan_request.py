@@ -86,7 +86,6 @@ class PlanRequest:
         return SizedPlan(unit_size=unit_size, planned=planned)
 
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
-        """Return the prediction of any plan."""
         windows = replace(self.windows, first_use=self.first_use_of(plan.workload))
         plan = replace(plan, workload=self._with_uses(plan.workload))
         return evaluate(plan, self.cost, windows, self.setup)

@@ -74,7 +74,6 @@ class PlannedUpdate:
 
 
 def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: TrainingSetup) -> PlannedUpdate:
-    """Return the prediction of any plan."""
     timeline = Simulator(cost, windows).run(plan.schedule, plan.workload)
     added = windows.added_time(timeline, plan.workload, cost)
     return PlannedUpdate(plan=plan, timeline=timeline, added=added, memory=memory_of(plan, setup))

@@ -81,5 +81,4 @@ def counted(count: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Return the share in whole percent."""
     return f"{share:.0%}"

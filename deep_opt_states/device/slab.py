@@ -48,7 +48,6 @@ class HostMapping(mmap.mmap):
     unregister_once: Callable[[], object] | None = None
 
     def unregister(self) -> None:
-        """Undo the registration, if there is one."""
         unregister, self.unregister_once = self.unregister_once, None
         if unregister is not None:
             unregister()

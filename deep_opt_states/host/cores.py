@@ -54,7 +54,6 @@ class RankPlace:
 
     @property
     def cpus(self) -> frozenset[int]:
-        """Return the logical CPUs of all its cores."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
     @property

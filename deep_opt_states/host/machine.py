@@ -148,7 +148,6 @@ def memlock_limit_bytes() -> int | None:
 
 
 def has_cuda() -> bool:
-    """Return whether PyTorch finds a CUDA GPU."""
     import torch
 
     return torch.cuda.is_available()

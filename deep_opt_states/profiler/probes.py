@@ -259,12 +259,10 @@ class Updates:
         return times_s
 
     def step(self) -> list[float]:
-        """Do one step, and return the times of ``update_all``."""
         self.begin_step()
         return self.update_all()
 
     def params_per_s(self, times_s: Sequence[float]) -> float:
-        """Return the rate of the step with these times."""
         return self.numel / (times_s[-1] - times_s[0])
 
 

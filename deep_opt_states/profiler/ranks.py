@@ -44,7 +44,6 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def gather(self, value: Value) -> list[Value]:

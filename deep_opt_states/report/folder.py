@@ -107,7 +107,6 @@ class RunWriter(ReportSink):
 
 
 def values_of(quantity: str, steps: Sequence[Mapping[str, float | None]]) -> list[float]:
-    """Return the values of a quantity in the steps that have it."""
     return [value for step in steps if (value := step.get(quantity)) is not None]
 
 

@@ -81,7 +81,6 @@ class UpdateReporter:
 
     @property
     def compared_updates(self) -> int:
-        """Return the number of updates that are compared with the prediction."""
         return len(self._measured)
 
     def comparison(self) -> list[ComparisonRow]:
@@ -154,7 +153,6 @@ class ProgressLine(ReportSink):
         self._exposed_s: deque[float] = deque(maxlen=COMPARED_UPDATES)
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Log the line if it is due."""
         self._exposed_s.append(seconds_of(Phase.EXPOSED, record.phases))
         if not record.is_due(self._every_n_steps):
             return
@@ -191,7 +189,6 @@ class MonitorEvents(ReportSink):
         self._write = write
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        """Write the events of one update."""
         values: dict[str, float] = {}
         for name, value in asdict(record.numbers).items():
             if value is not None:

@@ -156,7 +156,6 @@ class UpdateRecord:
         )
 
     def is_due(self, every_n_steps: int) -> bool:
-        """Return whether this step is a multiple of ``every_n_steps``."""
         return self.counts.step % every_n_steps == 0
 
 

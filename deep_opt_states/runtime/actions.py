@@ -38,8 +38,6 @@ def _tensors_of(state: UnitState) -> list[torch.Tensor]:
 
 
 class Actions:
-    """The operations that the actions of a schedule stand for."""
-
     def __init__(self, device: Device[Any], host_adam: AdamKernel, device_adam: AdamKernel | None) -> None:
         self._states: Sequence[UnitState] = ()
         self._device = device
@@ -87,7 +85,6 @@ class Actions:
             self._shift = (self._shift + number) % len(self._slots)
 
     def grads_of(self, unit: int) -> list[torch.Tensor]:
-        """Return the gradients that a step of ``unit`` reads."""
         return [part.grad for part in self._states[unit].parts]
 
     def forget_replaced_tensors(self) -> None:

@@ -240,7 +240,6 @@ class Executor:
 
     @property
     def may_advance(self) -> bool:
-        """Return whether ``advance`` would issue anything."""
         return self.pending and self._failure is None and not self._issuer.has_issued_all
 
     @section

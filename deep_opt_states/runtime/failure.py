@@ -43,7 +43,6 @@ class Stop:
         """The failure of a thread that has stopped the update; a write of the last update may also do so."""
 
     def is_set(self) -> bool:
-        """Return whether the update has failed."""
         return self._is_set.is_set()
 
     def set(self, cause: BaseException | None = None) -> None:
@@ -57,6 +56,5 @@ class Stop:
             raise self.cause
 
     def clear(self) -> None:
-        """Allow updates again."""
         self.cause = None
         self._is_set.clear()

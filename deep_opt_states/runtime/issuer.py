@@ -181,7 +181,6 @@ class Issuer:
 
     @property
     def has_issued_all(self) -> bool:
-        """Return whether every action of the update has been issued."""
         return self.issued == len(self.schedule.actions)
 
     def issue_all(self) -> None:

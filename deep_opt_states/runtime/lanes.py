@@ -49,7 +49,6 @@ class LaneStreams:
         self.wait_until_drained()
 
     def record_end(self, events: ActionEvents) -> None:
-        """Record that the update of ``events`` ends here on each lane."""
         self._record_drained()
         self.streams[Lane.D2H].record(events.flushed)
 

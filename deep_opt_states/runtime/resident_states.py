@@ -64,5 +64,4 @@ class ResidentStates:
             resident.is_loaded = resident.is_updated = False
 
     def close(self) -> None:
-        """Drop the references to the states."""
         self._units.clear()

@@ -36,5 +36,4 @@ class ShadowStates:
             shadow.is_current = False
 
     def close(self) -> None:
-        """Drop the references to the states."""
         self._units.clear()

@@ -45,8 +45,6 @@ class Slot:
 
 @dataclass(eq=False)
 class Resident:
-    """The states of one resident unit on the accelerator."""
-
     states: Slot
     is_loaded: bool = False
     """Whether they are up to date; if not, the states in host memory are."""

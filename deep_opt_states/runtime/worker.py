@@ -79,7 +79,6 @@ class HostThreads:
             thread.submit(lambda: None).exception()
 
     def close(self) -> None:
-        """End the threads."""
         for thread in self._by_lane.values():
             thread.close()
 

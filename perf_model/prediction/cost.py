@@ -282,7 +282,6 @@ class CostModel:
         )
 
     def with_disk(self, rates: DiskRates, widths: Widths) -> CostModel:
-        """Return the costs of a machine with disks for units on disk."""
         capacities = {Resource.DISK_READ: rates.read, Resource.DISK_WRITE: rates.write, Resource.DISK: rates.both}
         shared = [Resource.DISK, Resource.DRAM] if Resource.DRAM in self.capacities else [Resource.DISK]
         by_kind = {
@@ -292,7 +291,6 @@ class CostModel:
         return replace(self, capacities={**self.capacities, **capacities}, per_param={**self.per_param, **by_kind})
 
     def load(self, kind: ActionKind, numel: int) -> Load:
-        """Return the cost of an action of this kind on ``numel`` parameters."""
         amounts = {resource: each * numel for resource, each in self.per_param[kind].items() if each > 0}
         busiest_s = max((amount / self.capacities[resource] for resource, amount in amounts.items()), default=0.0)
         copies = COPIES_PER_ACTION.get(kind, 0) if amounts else 0

@@ -149,7 +149,6 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """Return the median of the samples."""
         return median(self.samples)
 
     @property
@@ -255,7 +254,6 @@ class HardwareProfile:
         return any(self.get(name) is not None for name in ACCELERATOR_RATES)
 
     def to_json(self) -> str:
-        """Return the profile as JSON."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)
 
     @classmethod

@@ -25,8 +25,6 @@ nothing, because PyTorch takes small blocks from the device in segments of 2 MiB
 
 
 class MemoryKind(Enum):
-    """The kind of memory of a reservation."""
-
     ACCELERATOR = "accelerator"
     PINNED = "pinned"
     HOST = "host"

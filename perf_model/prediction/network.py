@@ -24,7 +24,6 @@ class Network:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, ranks_per_node: int) -> Network:
-        """Return the network with the rates of ``profile``."""
         names = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s", "inter_node_bytes_per_s")
         return cls(ranks_per_node=ranks_per_node, **{name: profile.get(name) or math.inf for name in names})
 

@@ -27,7 +27,6 @@ class AddedTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Return both together."""
         return self.exposed_s + self.slowed_s
 
 
@@ -92,7 +91,6 @@ class Windows:
         return AddedTime(blocked_s + late_s, slowed_s)
 
     def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
-        """Return the exposed part of ``added_time``."""
         return self.added_time(timeline, workload, cost).exposed_s
 
     def _uses(self, timeline: Timeline, workload: Workload, progress: ModelProgress) -> Iterator[tuple[float, float]]:

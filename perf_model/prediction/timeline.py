@@ -69,7 +69,6 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """Return the end of the last action."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
@@ -79,7 +78,6 @@ class Timeline:
 
     @property
     def lanes(self) -> list[Lane]:
-        """Return the lanes to show."""
         return lanes_of(span.action for span in self.spans)
 
     def hidden_s(self, exposed_s: float) -> float:

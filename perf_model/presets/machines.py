@@ -62,7 +62,6 @@ class MachinePreset:
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> MachinePreset:
-        """Return the preset of a line of ``TABLE``."""
         texts = {name: row[name] for name in ("name", "gpu", "specified_by", "other_sources")}
         figures: dict[str, Any] = {
             name: int(text) if text.isdigit() else float(text) if text else None

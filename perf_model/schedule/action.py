@@ -76,7 +76,6 @@ class Action:
 
     @property
     def lane(self) -> Lane:
-        """Return the lane that runs this action."""
         return self.kind.lane
 
     def __str__(self) -> str:

@@ -78,7 +78,6 @@ class Clocks:
         return clock
 
     def is_issued(self, name: str) -> bool:
-        """Return whether the action of that name was issued."""
         return name in self._finished
 
     def has_finished(self, producer: Action, clock: Clock) -> bool:

@@ -45,7 +45,6 @@ class PlacementRule:
         return None if self.states == "planned" else Placement(self.states)
 
     def matches(self, name: str) -> bool:
-        """Return whether one of the patterns matches ``name``."""
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
     def __str__(self) -> str:
@@ -66,7 +65,6 @@ class PlacementRules:
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the rules as JSON."""
         return [
             {"match": rule.match[0] if len(rule.match) == 1 else list(rule.match), "states": rule.states}
             for rule in self.rules

@@ -65,7 +65,6 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of elements."""
         return sum(run.numel for run in self.ranges)
 
     @cached_property

@@ -70,7 +70,6 @@ class PredictedIteration:
         return max(0.0, self.update_s - self.exposed_update_s)
 
     def to_json_dict(self) -> dict[str, float | None]:
-        """Return the figures for JSON."""
         return {**asdict(self), "iteration_s": self.iteration_s}
 
 
@@ -374,7 +373,6 @@ class Forecast:
 
     @cached_property
     def bound(self) -> Bound:
-        """Return the lower bound of the update's work."""
         return work_bound(self.planned.plan.workload, self.cost, self.budgets.gpu_bytes, self.request.setup)
 
     @property

@@ -137,7 +137,6 @@ class Job:
 
     @property
     def ranks_on_node(self) -> int:
-        """Return the number of ranks on each node."""
         return min(self.ranks_per_node, self.world_size)
 
     @property
@@ -147,7 +146,6 @@ class Job:
 
     @cached_property
     def work(self) -> MicroBatch:
-        """Return the work of one rank for one micro-batch."""
         shared, gathered_numel = self.shape.shared, self.shard_numel
         if shared is not None:
             # Shared layers stay gathered between their uses, unless DeepSpeed would traverse too many others.

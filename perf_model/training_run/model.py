@@ -109,7 +109,6 @@ class ModelShape:
         )
 
     def parameters(self) -> list[tuple[str, int]]:
-        """Return the name and the number of elements of each parameter."""
         return [(tensor.name, tensor.numel) for tensor in self.tensors]
 
     @property
@@ -147,7 +146,6 @@ class ModelShape:
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of parameters of the model."""
         return sum(tensor.numel for tensor in self.tensors)
 
     @cached_property

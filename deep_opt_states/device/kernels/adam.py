@@ -76,7 +76,6 @@ class ElementRange:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements in the range."""
         return self.end - self.begin
 
     def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:

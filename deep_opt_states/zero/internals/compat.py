@@ -36,7 +36,6 @@ def param_dict(ds_config: Any) -> dict[str, Any]:
 
 
 def config_of(engine: Any) -> Any:
-    """Return the ``DeepSpeedConfig`` of an engine."""
     return engine._config
 
 

@@ -21,10 +21,8 @@ def is_tested(deepspeed_version: str) -> bool:
 
 
 def is_too_old(deepspeed_version: str) -> bool:
-    """Return whether the release is older than all tested ones."""
     return not is_at_least(deepspeed_version, TESTED_DEEPSPEED[0])
 
 
 def is_at_least(deepspeed_version: str, oldest: str) -> bool:
-    """Return whether ``deepspeed_version`` is the release ``oldest`` or a newer one."""
     return Version(deepspeed_version) >= Version(oldest)

@@ -69,7 +69,6 @@ class FreeHostMemory:
 
     @classmethod
     def measure(cls) -> FreeHostMemory:
-        """Measure the host memory that is free now."""
         left_bytes = machine.memory_left_bytes(machine.cgroup_folders("memory"))
         return cls(available_bytes=machine.memory().available_bytes, container_bytes=left_bytes)
 

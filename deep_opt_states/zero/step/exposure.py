@@ -184,7 +184,6 @@ class Exposure:
         self._prefetch_marked = False
 
     def begin_update(self) -> None:
-        """Start with the waits for a new update."""
         self.waits, self.previous_waits = self.previous_waits, self.waits
         self.waits.start(prefetched=self._prefetch_marked)
         self._prefetch_marked = False

@@ -89,7 +89,6 @@ class Gathers:
         return self._units_of_workload[1]
 
     def release(self) -> None:
-        """Remove all hooks."""
         while self._release:
             self._release.pop()()
 

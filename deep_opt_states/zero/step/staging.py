@@ -98,7 +98,6 @@ class Staging:
         self._device.current_stream().record(self._free[self._next])
 
     def record_copies(self, event: Event) -> None:
-        """Mark all flushed copies with ``event``."""
         self._d2h.record(event)
 
     def wait_for_copies(self) -> None:

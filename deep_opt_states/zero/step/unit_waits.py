@@ -27,7 +27,6 @@ class UnitWaits:
         self._are_over = False
 
     def start(self) -> None:
-        """Start with the waits for a new update."""
         self._waited_for.clear()
         self._gathered.clear()
         self._requested = 0
