@@ -165,11 +165,7 @@ class Config(BaseModel):
     def _check_keys_that_depend_on_placement(self) -> Config:
         for key, is_refused, placement in (
             ("update_stride", self.placement != "stride", '"placement": "stride"'),
-            (
-                "num_slots",
-                self.may_plan,
-                'a "placement" that leaves nothing to the planner, as rules with a last "*"',
-            ),
+            ("num_slots", self.may_plan, 'a "placement" that leaves nothing to the planner, as rules with a last "*"'),
             ("gpu_memory_gb", not self.may_plan, 'a "placement" that leaves something to the planner'),
         ):
             if is_refused and (value := getattr(self, key)) is not None:

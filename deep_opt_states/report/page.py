@@ -59,11 +59,7 @@ _MEMORY = {MemoryKind.PINNED.value: "host memory", MemoryKind.ACCELERATOR.value:
 def render(run: RecordedRun, name: str) -> str:
     """Return the page as HTML; ``name`` is the title of the run."""
     environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     # The order of the series of a chart.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}

@@ -115,11 +115,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             self.device = device
         forget_gradient_buffers(self)
         self._gathers = Gathers(
-            self.module,
-            param_coordinator(self),
-            self._update,
-            ranges_of_partitioned_params(self),
-            self._running,
+            self.module, param_coordinator(self), self._update, ranges_of_partitioned_params(self), self._running
         )
         self._resources.callback(self._gathers.release)
         self._gpu_memory: GpuMemory | None = None

@@ -28,11 +28,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     """Return the forecast as ``--json`` prints it: seconds and bytes."""
     plan, memory, windows = found.planned.plan, found.memory, found.windows
     return {
-        "versions": {
-            "format": FORMAT,
-            "deep_opt_states": installed_version(),
-            "python": platform.python_version(),
-        },
+        "versions": {"format": FORMAT, "deep_opt_states": installed_version(), "python": platform.python_version()},
         "inputs": _inputs(inputs),
         "predicted": _outcome(found.predicted, found),
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},

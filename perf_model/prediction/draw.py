@@ -38,11 +38,7 @@ _WIDTH_INCHES, _TITLE_CHARACTERS, _LABEL_POINTS = 13, 180, 8
 
 
 def draw(
-    timeline: Timeline,
-    path: Path,
-    title: str,
-    phases: Sequence[PhaseSpan] = (),
-    of_stock: Sequence[PhaseSpan] = (),
+    timeline: Timeline, path: Path, title: str, phases: Sequence[PhaseSpan] = (), of_stock: Sequence[PhaseSpan] = ()
 ) -> None:
     """Write the picture to ``path``, whose suffix is the format, and create its folder.
 

@@ -90,12 +90,7 @@ MATMUL_SIZE = 4096
 """The rows of the square matrices of ``matmul_flops_per_s`` on a GPU."""
 
 RETIRED_QUANTITIES = frozenset(
-    {
-        "matmul_small_flops_per_s",
-        "pageable_d2h_bytes_per_s",
-        "rounding_params_per_s",
-        "split_cpu_adam_params_per_s",
-    }
+    {"matmul_small_flops_per_s", "pageable_d2h_bytes_per_s", "rounding_params_per_s", "split_cpu_adam_params_per_s"}
 )
 """Quantities of earlier versions, which are ignored in saved profiles."""
 

@@ -157,10 +157,7 @@ class Forecast:
                 # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
                 left = max(0, left + limits.gpu_margin - self._training.cache_bytes)
             available = Budgets(
-                gpu_bytes=left,
-                host_bytes=host,
-                pinned_bytes=limits.pinned,
-                eager_bytes=self._eager_bytes(host),
+                gpu_bytes=left, host_bytes=host, pinned_bytes=limits.pinned, eager_bytes=self._eager_bytes(host)
             )
         else:
             # A CPU that trains updates the parameters in place, and not while it trains.
