@@ -6,34 +6,15 @@ The life of an update, as ``UpdatePhase``::
 
 A deferred update has published the persistent unit when ``run`` returns, and updates the others while the next forward
 runs. An update that must end within ``step()`` goes through all phases in ``run``. ``synchronize_ranks`` may also
-follow ``DEFERRED`` directly, such as before a checkpoint is saved.
-
-========================= ========================================== ================= =================================
-Call                      Caller                                     Collective        Afterwards
-========================= ========================================== ================= =================================
-``prefetch``              backward, at an accumulation boundary      no                the slots are filled
-``run``                   ``step()``, at its last sub-group          unless deferred   DEFERRED; if not deferred: IDLE,
-                                                                                       or it raises on every rank
-``unit_waits``            forward, before it reads parameters        no                a stream waits for some units
-``advance``               ``step()`` and forward                     no                all actions are enqueued
-``wait_on_stream``        backward, on every rank                    no                FINISHED; the current stream
-                                                                                       waits for all but the flushes
-``wait``                  every reader of parameters or states,      no                this rank's part is done; the
-                          also on one rank alone                                       phase is as before
-``synchronize_ranks``     on every rank: the next ``step()``, a new  yes               IDLE; FAILED on every rank if the
-                          engine, checkpoints, gathers outside                         update failed on any
-                          forward
-``clear_failure``         a load that has restored all states        no                FAILED becomes IDLE
-``close``                 ``destroy()``                              no                all is done and reported
-========================= ========================================== ================= =================================
+follow ``DEFERRED`` directly, such as before a checkpoint is saved. *Overlap* in ``docs/dev/design.md`` lists all calls.
 
 The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
 rank's own part is, and whether it has failed, differs until the ranks synchronize. A rank may also fail alone between
 two updates, for example in a prefetch. So the ranks synchronize before each step and each collective use of the states.
 
 An exception that a signal handler raises, such as ``KeyboardInterrupt``, may end each of these calls. It is no failure:
-the update stays in flight, and the next call ends it (*Interrupts* in ``Executor``). The phase changes only after its
-wait. If the interrupt ends ``run``, the update has started as a whole or not at all, and is deferred.
+the update stays in flight, and the next call ends it (*Interrupts* there). The phase changes only after its wait. If
+the interrupt ends ``run``, the update has started as a whole or not at all, and is deferred.
 """
 
 from __future__ import annotations
