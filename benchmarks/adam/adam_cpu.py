@@ -109,7 +109,7 @@ class FusedUpdate:
         params = [torch.zeros_like(master, dtype=torch.bfloat16)]
         memory = self._memory = StateMemory(plan.workload, params, torch.bfloat16, HostDevice(), dtypes)
         memory.set_plan(plan)
-        self._kernel.zero(memory.sub_groups[0].adam_tensors)
+        self._kernel.zero(memory.sub_groups[0])
         (part,) = memory.parts
         part.master.copy_(master)
         part.grad.copy_(gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -50,9 +50,9 @@ class Actions:
         """The copies by the action's name and the index of its slot, kept because the host issues hundreds per step."""
         self._operations: dict[int, UnitOperations] = {}
         self.bodies: Mapping[ActionKind, Callable[[Action], None]] = {
-            ActionKind.PREFETCH: self._prefetch,
+            ActionKind.PREFETCH: self._copy_states,
             ActionKind.GPU_STEP: self._gpu_step,
-            ActionKind.FLUSH_STATES: self._flush_states,
+            ActionKind.FLUSH_STATES: self._copy_states,
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.SPECULATE: self._cpu_step,
             ActionKind.COMMIT: self._commit,
@@ -108,10 +108,7 @@ class Actions:
             return action.slot
         return (action.slot + self._shift) % len(self._slots)
 
-    def _prefetch(self, action: Action) -> None:
-        self._copy(self._copies_of_states(action))
-
-    def _flush_states(self, action: Action) -> None:
+    def _copy_states(self, action: Action) -> None:
         self._copy(self._copies_of_states(action))
 
     def _gpu_step(self, action: Action) -> None:
@@ -150,13 +147,11 @@ class Actions:
         assert index is not None
         key = action.name, index
         if key not in self._state_copies:
-            self._state_copies[key] = list(self._derive_copies(action, self._slots[index]))
+            self._state_copies[key] = [
+                (on_accelerator, on_host) if action.kind is ActionKind.PREFETCH else (on_host, on_accelerator)
+                for on_host, on_accelerator in self._states[action.unit].copied_states(self._slots[index])
+            ]
         return self._state_copies[key]
-
-    def _derive_copies(self, action: Action, slot: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for on_host, on_accelerator in self._states[action.unit].copied_states(slot):
-            is_prefetch = action.kind is ActionKind.PREFETCH
-            yield (on_accelerator, on_host) if is_prefetch else (on_host, on_accelerator)
 
     def _updates_of(self, action: Action) -> list[RangeUpdate]:
         shadow = self._states[action.unit].shadow

@@ -24,23 +24,13 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of destination and source, in the order in which they are copied."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(UpdatedStates):
     """Accelerator memory for the optimizer states of one unit at a time: tensors of shape [slot_numel]."""
-
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
 
     @classmethod
     def reserve(cls, device: Device[Any], numel: int, dtypes: StateDtypes) -> Slot:
         """Allocate the slot's tensors, of ``numel`` elements each. Raise the device's error if memory is short."""
         return cls(**{name: device.empty(numel, dtype) for name, dtype in dtypes.by_name.items()})
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the tensors in the order of ``STATES``."""
-        return self.master, self.exp_avg, self.exp_avg_sq
 
 
 @dataclass(eq=False)
@@ -128,7 +118,7 @@ class UnitPart:
     def accelerator_update(self, states: Slot) -> RangeUpdate:
         """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit."""
         param = self.param if self.staged is None else self.staged
-        return self._update([self.of_unit(tensor) for tensor in states.tensors], param)
+        return self._update([self.of_unit(tensor) for tensor in states], param)
 
     def _update(self, states: Sequence[torch.Tensor], param: torch.Tensor | None) -> RangeUpdate:
         master, exp_avg, exp_avg_sq = states
@@ -184,7 +174,7 @@ class UnitState:
 
     def copied_states(self, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of a tensor in host memory and its part of ``states``, in memory order."""
-        for name, on_accelerator in zip(STATES, states.tensors, strict=True):
+        for name, on_accelerator in zip(STATES, states, strict=True):
             yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
 
     def publications(self, disk_slot: int | None = None) -> tuple[Copies, Copies]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +36,6 @@ def widths_of(
         moment=dtypes.moment.itemsize,
         publishes=not (params_on_host or device.shares_host_memory),
     )
-
-
-@dataclass(frozen=True)
-class SubGroupTensors:
-    """The tensors of one sub-group in the slab, of shape [numel] each.
-
-    ``grad`` is in the accumulation dtype, and ``rounded``, if a CPU update needs it, in the model's.
-    """
-
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    grad: torch.Tensor
-    rounded: torch.Tensor | None = None
-
-    @property
-    def adam_tensors(self) -> AdamTensors:
-        """Return the tensors for an Adam kernel, with ``rounded`` as the parameters."""
-        return AdamTensors(
-            master=self.master, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq, grad=self.grad, param=self.rounded
-        )
 
 
 class StateMemory:
@@ -165,7 +143,7 @@ class StateMemory:
     def untouched(self) -> list[AdamTensors]:
         """Return the tensors in host memory whose pages the threads that update them should touch first."""
         parts = [part for unit in self.units if unit.disk is None for part in unit.parts]
-        return [self.sub_groups[part.sub_group].adam_tensors.narrow(part.elements) for part in parts]
+        return [self.sub_groups[part.sub_group].narrow(part.elements) for part in parts]
 
     def close(self) -> None:
         """Drop the states and close the slab. No operation that reads or writes the states may be in flight."""
@@ -177,14 +155,15 @@ class StateMemory:
             self.disk.close()
         self._slab.close()
 
-    def _lay_out(self) -> list[SubGroupTensors]:
+    def _lay_out(self) -> list[AdamTensors]:
+        """Return the tensors of each sub-group: ``param`` is for rounded parameters, if a CPU update needs them."""
         by_name = {**self.dtypes.by_name, "grad": self._grad_dtype, "rounded": self._params[0].dtype}
         tensors: list[dict[str, torch.Tensor]] = [{} for _ in self._params]
         for tensor in self._slab_tensors:
             tensors[tensor.sub_group][tensor.name] = self._slab.tensor(
                 tensor.offset_bytes, tensor.numel, by_name[tensor.name]
             )
-        return [SubGroupTensors(**named) for named in tensors]
+        return [AdamTensors(param=named.pop("rounded", None), **named) for named in tensors]
 
     def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
         packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
@@ -211,7 +190,7 @@ class StateMemory:
             rounded = narrowed_param
         else:
             # Without rounding, the masters are published themselves.
-            rounded = master if tensors.rounded is None else elements.view(tensors.rounded)
+            rounded = master if tensors.param is None else elements.view(tensors.param)
         return UnitPart(
             sub_group=run.sub_group,
             elements=elements,

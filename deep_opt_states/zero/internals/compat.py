@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.zero import utils as zero_utils
 
-from deep_opt_states.zero.internals import older
 from perf_model.schedule.workload import Partition
 
 Parameter: TypeAlias = Any
@@ -22,9 +22,8 @@ Parameter: TypeAlias = Any
 
 def masters_dtype(optimizer: Any) -> torch.dtype:
     """Return the dtype of the master weights, and of the gradients that update them."""
-    if not hasattr(optimizer, "master_weights_and_grads_dtype"):
-        return older.masters_dtype_before_0_18_3()
-    return optimizer.master_weights_and_grads_dtype
+    # Before 0.18.3, both are always fp32.
+    return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
 
 # The engine and its config
@@ -93,14 +92,15 @@ def param_coordinator(optimizer: Any) -> Any:
 
 def is_boundary(optimizer: Any) -> bool:
     """Return whether this backward ends an accumulation window."""
-    if not callable(optimizer.is_gradient_accumulation_boundary):
-        return older.is_boundary_before_0_19_5(optimizer)
-    return bool(optimizer.is_gradient_accumulation_boundary())
+    found = optimizer.is_gradient_accumulation_boundary
+    # Before 0.19.5, it is an attribute.
+    return bool(found() if callable(found) else found)
 
 
 def norm_dtype() -> torch.dtype:
     """Return the dtype in which stock computes norms of gradients."""
-    return getattr(zero_utils, "get_norm_dtype", older.norm_dtype_before_0_19_6)()
+    # Before 0.19.6, it is fp64 also on accelerators without fp64.
+    return getattr(zero_utils, "get_norm_dtype", lambda: torch.float64)()
 
 
 def forget_gradient_buffers(optimizer: Any) -> None:
@@ -151,9 +151,9 @@ def waits_for_current_stream(accelerator: Any) -> Iterator[None]:
 
 def partition_rank(optimizer: Any, param: Parameter) -> int:
     """Return the index of this rank's partition of ``param``."""
-    if not hasattr(optimizer, "_get_param_partition_rank"):
-        return older.partition_rank_before_0_19_3(optimizer)
-    return optimizer._get_param_partition_rank(param)
+    # Before 0.19.3, the same ranks share all parameters.
+    find = getattr(optimizer, "_get_param_partition_rank", lambda param: dist.get_rank(optimizer.dp_process_group))
+    return find(param)
 
 
 def has_gradient_here(optimizer: Any, param: Parameter) -> bool:

@@ -8,10 +8,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import nvtx
 from torch._C._profiler import _RecordFunctionFast
 
-from deep_opt_states.zero.internals import older
-
-_push = getattr(nvtx, "_range_push", older.range_push_before_0_19_0)
-_pop = getattr(nvtx, "_range_pop", older.range_pop_before_0_19_0)
+# Before 0.19.0, ranges are in no domain.
+_push = getattr(nvtx, "_range_push", lambda accelerator, name: accelerator.range_push(name))
+_pop = getattr(nvtx, "_range_pop", lambda accelerator: accelerator.range_pop())
 
 
 class ActionSpan:

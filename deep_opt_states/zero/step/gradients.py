@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -84,17 +84,18 @@ class Gradients:
     def copy_open_sums_to_host(self) -> None:
         """Copy open sums from accumulators of CPU units to host memory and wait. No gradient is being reduced."""
         self.synchronize()
-        for param in self._summed.values():
-            for segment in self._segments.of_param(param):
-                if segment.buffer.device_accumulator is not None:
-                    segment.view(segment.buffer.grad).copy_(segment.view(segment.buffer.accumulator))
+        for on_host, on_accelerator in self._open_sums():
+            on_host.copy_(on_accelerator)
 
     def copy_open_sums_from_host(self) -> None:
         """Copy open sums from host memory to new accumulators of CPU units. No gradient is being reduced."""
-        for param in self._summed.values():
-            for segment in self._segments.of_param(param):
-                if segment.buffer.device_accumulator is not None:
-                    segment.view(segment.buffer.accumulator).copy_(segment.view(segment.buffer.grad))
+        for on_host, on_accelerator in self._open_sums():
+            on_accelerator.copy_(on_host)
+
+    def _open_sums(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for segment in chain.from_iterable(map(self._segments.of_param, self._summed.values())):
+            if segment.buffer.device_accumulator is not None:
+                yield segment.view(segment.buffer.grad), segment.view(segment.buffer.accumulator)
 
     # Backward
 
