@@ -25,9 +25,9 @@ REPLACED_OPTIMIZER = "deep_opt_states_replaced"
 """The attribute of an optimizer with the class of the one that Accelerate has replaced by it."""
 
 
-def resembles_config_key(key: object) -> bool:
-    """Return whether ``key`` is another spelling of ``CONFIG_KEY``, such as ``deep_opt_states``."""
-    if not isinstance(key, str) or key == CONFIG_KEY or _is_disabled(key):
+def is_our_block(key: object) -> bool:
+    """Return whether ``key`` is the name of our block, or another spelling of it, such as ``deep_opt_states``."""
+    if not isinstance(key, str) or _is_disabled(key):
         return False
     # Some scripts write a path with dots as one key.
     letters, expected = _letters(key.rpartition(".")[2]), _letters(CONFIG_KEY)
@@ -35,11 +35,6 @@ def resembles_config_key(key: object) -> bool:
     return letters.startswith(("deepopt", "deepspeedopt")) or bool(
         difflib.get_close_matches(letters, [expected], cutoff=0.92)
     )
-
-
-def is_our_block(key: object) -> bool:
-    """Return whether ``key`` is the name of our block, however it is spelled."""
-    return key == CONFIG_KEY or resembles_config_key(key)
 
 
 class IgnoredBlock(NamedTuple):

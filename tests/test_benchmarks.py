@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.emulated.arms import PLANNED
-from benchmarks.gpu import rows_of
+from benchmarks.gpu import processes, rows_of
 from benchmarks.gpu.arms import FSDP2, MODELS, OURS_EMPTY, TORCHAO, ArmJob, bits_jobs, ours_limited
 from benchmarks.gpu.processes import ArmOutcome, run_jobs
 from benchmarks.harness.rows import (
@@ -28,7 +27,6 @@ from benchmarks.harness.rows import (
 )
 from benchmarks.harness.variants import NO_OFFLOAD, STOCK
 from benchmarks.report import AIMS, CHART, report
-from deep_opt_states.host import machine
 from tests.launch import run_ranks
 from tests.tiers import thorough
 
@@ -75,7 +73,7 @@ TINY_OURS = ours_limited(MODELS["tiny"]).name
 @pytest.fixture(autouse=True)
 def one_core_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(machine, "cores", lambda: SimpleNamespace(usable=1))
+    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
 
 
 def tiny(arm: str, *tokens: int) -> ArmJob:

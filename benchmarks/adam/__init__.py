@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.adam import adam_cpu, adam_gpu
+from benchmarks.harness.cores import usable_cores
 from benchmarks.harness.rows import Row
 from benchmarks.harness.setting import trains_on_gpu
-from deep_opt_states.host import machine
 
 NUMEL = 100_000_000
 THREADS = (1, 4, 16)
@@ -23,7 +23,7 @@ THREADS = (1, 4, 16)
 def measure(*, quick: bool) -> Iterator[Row]:
     """Yield the rows of the GPU's kernel, if there is a GPU, and of the CPU's kernel."""
     numel, count = (1_000_000, 3) if quick else (NUMEL, 9)
-    cores = machine.cores().usable
+    cores = usable_cores()
     if trains_on_gpu():
         # The GPU comes first: if the run is stopped by a time limit, the other rows may be missing.
         for grad_dtype in (torch.bfloat16, torch.float32):

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 
 from benchmarks.adam.adam_cpu import step_of
+from benchmarks.harness.cores import usable_cores
 from benchmarks.harness.rows import Row
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import DEFAULT_BETAS, AdamTensors
-from deep_opt_states.host import machine
 from deep_opt_states.profiler.probes import KernelTimer
 
 STATE_BYTES_PER_PARAM = 26
@@ -72,7 +72,7 @@ def compare(numel: int, grad_dtype: torch.dtype, repetitions: int) -> Iterator[R
     except KernelUnavailable as unavailable:
         yield Row(variant="GPU, ours", quantity="update rate", waived=str(unavailable))
         return
-    reference = cpu_adam(1, DEFAULT_BETAS, adamw=True, num_threads=machine.cores().usable).kernel
+    reference = cpu_adam(1, DEFAULT_BETAS, adamw=True, num_threads=usable_cores()).kernel
     for adam, tensors in ((kernel, ours), (reference, on_host)):
         adam.begin_step([step_of(1)])
         adam.update(0, tensors)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.arms import ArmJob
-from deep_opt_states.host import machine
+from benchmarks.harness.cores import usable_cores
 from tests.gpu.parts import BUILD
 from tests.gpu.run_parts import remove_compiler_locks
 from tests.launch import environment, free_port, run_ranks, run_together
@@ -81,7 +81,7 @@ def run_jobs(
 def _run(job: ArmJob, limit_s: float, program: str) -> ArmOutcome:
     variables: dict[str, Any] = {
         "DS_ACCELERATOR": os.environ["DS_ACCELERATOR"],
-        "OMP_NUM_THREADS": str(max(1, machine.cores().usable // job.ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // job.ranks)),
     }
     start_s = time.monotonic()
     ranks = run_ranks(job.ranks, ["-m", program, json.dumps(asdict(job))], limit_s, **variables)

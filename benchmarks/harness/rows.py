@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.cores import usable_cores
 from deep_opt_states.host import machine
 from perf_model import units
 
@@ -111,7 +112,7 @@ class Results:
             "commit": commit(),
             "quick": quick,
             "cpu": machine.cpu_name(),
-            "cores": machine.cores().usable,
+            "cores": usable_cores(),
             "host_memory_bytes": machine.memory().usable_bytes,
             "gpu": None if gpu is None else gpu.name,
             "gpu_memory_bytes": None if gpu is None else gpu.memory_bytes,

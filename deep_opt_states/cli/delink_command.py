@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-
-from rich.console import Console
-from rich.text import Text
+import sys
 
 from deep_opt_states.sharing.delink import Delink
 from deep_opt_states.sharing.renaming import DelinkError, names_of_layers
@@ -24,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
             in_model = None if model is None else {name for name, _ in model.parameters()}
             copied_because = "" if options.dry_run else delink.write(options.real.absolute(), copies=options.copy)
     except (DelinkError, ModelError, OSError) as error:
-        Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+        print(error, file=sys.stderr)
         return 1
     names = {name for new in delink.names.values() for name in new}
     lines = [f"{old} -> {new[0]} ... {new[-1]} ({len(new)})" for old, new in delink.names.items() if len(new) > 1]
@@ -35,5 +33,5 @@ def run(options: argparse.Namespace) -> int:
     if copied_because:
         lines.append(f"Files were copied: {copied_because}")
     lines.append("Nothing was written (--dry-run)." if options.dry_run else f"Written: {options.real}")
-    Console().print(Text("\n".join(lines)), soft_wrap=True)
+    print(*lines, sep="\n")
     return 0

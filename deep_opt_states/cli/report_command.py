@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-
-from rich.console import Console
-from rich.text import Text
+import sys
 
 from deep_opt_states.report.folder import PAGE, RecordedRun, RunError
 from deep_opt_states.report.page import render
@@ -27,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
                 f"--output: must be a file that can be written, found {path}: {error.strerror}.\nName another file."
             ) from None
     except RunError as error:
-        Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+        print(error, file=sys.stderr)
         return 1
     print(verdict(recorded))
     print(f"Written: {path}")

@@ -14,19 +14,6 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class CoreCounts:
-    """The logical CPUs that the affinity of this process allows, and the cores of its cgroup's time; None: no limit."""
-
-    allowed: int
-    quota: float | None
-
-    @property
-    def usable(self) -> int:
-        """Return how many logical CPUs this process can keep busy."""
-        return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
-
-
-@dataclass(frozen=True)
 class HostMemory:
     """The memory of the host, the part that is available now, and the limit of the cgroup; None if unlimited."""
 
@@ -46,11 +33,6 @@ class Gpu:
 
     name: str
     memory_bytes: int
-
-
-def cores() -> CoreCounts:
-    """Return how many cores this process may use."""
-    return CoreCounts(len(os.sched_getaffinity(0)), core_quota(cgroup_folders("cpu")))
 
 
 def memory() -> HostMemory:

@@ -23,7 +23,7 @@ from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
-from deep_opt_states.runtime.worker import CpuLane, HostThreads, Worker
+from deep_opt_states.runtime.worker import HostThreads, Worker
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
@@ -75,7 +75,7 @@ class Executor:
         device: Device[Any],
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
-        worker: CpuLane | None = None,
+        worker: Worker | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_executable(schedule, states)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from perf_model.schedule.action import Lane
 
@@ -16,16 +16,6 @@ Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
 EXIT_TIMEOUT_S = 3.0
 """The longest wait at exit for each of two threads and for an update; launchers kill a process after 10 s."""
-
-
-class CpuLane(Protocol):
-    """The interface of the CPU lane that the executor submits its CPU steps to."""
-
-    def submit(self, task: Task, /) -> Future[None]:
-        """Enqueue ``task``. The returned future carries the task's exception, with its traceback."""
-
-    def close(self) -> object:
-        """End the lane after the tasks that have been submitted so far."""
 
 
 class Worker:
@@ -64,12 +54,12 @@ class Worker:
 class HostThreads:
     """The threads of the lanes that the host runs: ``worker``, and two that read and write if units are on disk."""
 
-    def __init__(self, worker: CpuLane, enter: Task, *, uses_disk: bool) -> None:
-        self._by_lane: dict[Lane, CpuLane] = {Lane.CPU: worker}
+    def __init__(self, worker: Worker, enter: Task, *, uses_disk: bool) -> None:
+        self._by_lane: dict[Lane, Worker] = {Lane.CPU: worker}
         if uses_disk:
             self._by_lane |= {lane: Worker(enter, f"deep_opt_states-{lane.value}") for lane in (Lane.READ, Lane.WRITE)}
 
-    def __getitem__(self, lane: Lane) -> CpuLane:
+    def __getitem__(self, lane: Lane) -> Worker:
         """Return the thread of ``lane``; the worker, which issues the actions of other lanes, if it has none."""
         return self._by_lane[lane if lane.is_thread else Lane.CPU]
 

@@ -10,7 +10,7 @@ import json
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -172,16 +172,11 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """The rates of one rank on one machine.
-
-    Raise ``ProfileError`` if a value is missing or implausible. ``cpu_adam_by_threads`` maps numbers of threads to
-    parameters per second.
-    """
+    """The rates of one rank on one machine. Raise ``ProfileError`` if a value is missing or implausible."""
 
     name: str
     provenance: Provenance
     measurements: Mapping[str, Measurement]
-    cpu_adam_by_threads: Mapping[int, Measurement] = field(default_factory=dict)
     gpu_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     gpu_peak_flops: float | None = None
@@ -193,8 +188,6 @@ class HardwareProfile:
             raise _error(missing[0], "is needed for every prediction", f"nothing ({self.why_missing(missing[0])})")
         for name, measurement in self.measurements.items():
             _check(name, KNOWN[name], measurement.samples)
-        for threads, measurement in self.cpu_adam_by_threads.items():
-            _check(f"cpu_adam_by_threads.{threads}", QUANTITIES["cpu_adam_params_per_s"], measurement.samples)
         for name, quantity in _SPECIFIED.items():
             value = getattr(self, name)
             _check(name, quantity, () if value is None else (value,))
@@ -265,8 +258,8 @@ class HardwareProfile:
             raw["measurements"] = {
                 name: _measurement(each) for name, each in raw["measurements"].items() if name not in RETIRED_QUANTITIES
             }
-            by_threads = raw.get("cpu_adam_by_threads", {})
-            raw["cpu_adam_by_threads"] = {int(threads): _measurement(each) for threads, each in by_threads.items()}
+            # In profiles of earlier versions.
+            raw.pop("cpu_adam_by_threads", None)
             return cls(**raw)
         except ProfileError:
             raise

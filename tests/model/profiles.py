@@ -40,6 +40,5 @@ def profile(rates: Mapping[str, float | None] = RATES) -> HardwareProfile:
             name: Measurement(waived="no accelerator") if rate is None else Measurement(samples=(rate,))
             for name, rate in rates.items()
         },
-        cpu_adam_by_threads={1: Measurement(samples=(2e8, 2.1e8)), 8: Measurement(samples=(1.5e9,))},
         gpu_memory_bytes=80 * 10**9,
     )

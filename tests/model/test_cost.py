@@ -95,8 +95,6 @@ AS_WRITTEN = "profile: must be as the program writes it, found"
         (raw(gpu_memory_bytes=None, measurements=OF_A_CPU), "flops_per_s: must be from 1e.08 to 2e.14 on this CPU"),
         (raw(gpu_peak_flops=989), r"gpu_peak_flops: must be from 1e\+12"),
         (raw(provenance={"colour": "red"}), f"{AS_WRITTEN} TypeError: .*'colour'"),
-        (raw(cpu_adam_by_threads={"two": {"samples": [1e9]}}), f"{AS_WRITTEN} ValueError: .*'two'"),
-        (raw(cpu_adam_by_threads={"2": {"samples": [1]}}), "cpu_adam_by_threads.2: must be from"),
         (with_rate("matmul_flops_per_s", 6e11), "matmul_flops_per_s: must be from 1e.12 to 1e.17 on this GPU"),
         (with_rate("matmul_flops_per_s", 1.2e15, gpu_peak_flops=989e12), "1.2 times gpu_peak_flops .*, found 12"),
         (with_rate("both_bytes_per_s", 1e11), "cannot exceed h2d_bytes_per_s plus d2h_bytes_per_s"),

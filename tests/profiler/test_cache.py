@@ -75,7 +75,7 @@ def test_a_file_that_is_no_profile_is_replaced_by_a_new_measurement(folder: Path
     (file,) = folder.iterdir()
     written = file.read_text()
     # An old version, nothing measured, and a wrong value.
-    changes: list[dict[str, Any]] = [{"version": 0}, {"measurements": {}}, {"cpu_adam_by_threads": {"text": 3}}]
+    changes: list[dict[str, Any]] = [{"version": 0}, {"measurements": {}}, {"provenance": {"text": 3}}]
     others = [json.dumps({**json.loads(written), **change}) for change in changes]
     # Empty, cut off, and no text.
     for number, spoiled in enumerate(["", written[:-20], "\udcff\udcfe", *others], start=2):

@@ -37,10 +37,6 @@ class Arithmetic:
         """Return the index of the first element of the tail of a sub-group of ``numel`` elements in any ranges."""
         return 0 if self.vector_width == 1 else numel // self.vector_width * self.vector_width
 
-    def __str__(self) -> str:
-        powers = ", pow in repeated steps" if self.pow_when_repeated else ""
-        return f"vectors of {self.vector_width}, tail {self.tail.name.lower().replace('_', ' ')}{powers}"
-
 
 # If the tail computes as the vectors do, the width does not matter.
 CANDIDATES = tuple(

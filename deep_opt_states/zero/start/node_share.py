@@ -57,7 +57,8 @@ def core_share(accelerator: AcceleratorChoice, ranks: Ranks, config: Config | No
 def _host(on_accelerator: bool) -> tuple[str, str, float | None, tuple[Core, ...], int | None]:
     """Return the kernel and the container of this rank, the container's quota, the rank's cores and its GPU's node."""
     near = gpu_node() if on_accelerator else None
-    return machine.kernel_id(), platform.node(), machine.cores().quota, cores_of(allowed_cpus()), near
+    quota = machine.core_quota(machine.cgroup_folders("cpu"))
+    return machine.kernel_id(), platform.node(), quota, cores_of(allowed_cpus()), near
 
 
 @dataclass(frozen=True, kw_only=True)
