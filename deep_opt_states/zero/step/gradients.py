@@ -34,7 +34,7 @@ from deep_opt_states.zero.internals.compat import (
     place_of_gradient,
 )
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer, Segment, Segments
-from deep_opt_states.zero.step.staging import GradientTraffic, Staging
+from deep_opt_states.zero.step.staging import Staging
 from perf_model.schedule.workload import ALIGNMENT
 
 
@@ -98,11 +98,6 @@ class Gradients:
                 yield segment.view(segment.buffer.grad), segment.view(segment.buffer.accumulator)
 
     # Backward
-
-    @property
-    def traffic(self) -> GradientTraffic:
-        """Return the bytes that were copied so far; zero if the accelerator shares host memory."""
-        return GradientTraffic() if self._staging is None else self._staging.traffic
 
     @torch.no_grad()
     def add_reduced_bucket(self, params: Sequence[Parameter], partitions: Sequence[torch.Tensor]) -> None:
@@ -306,8 +301,6 @@ class Gradients:
                 self.wait_for_copies()
                 # Copy it back for its norm: after backward, and one parameter at a time.
                 part = part.to(get_accelerator().current_device_name(), non_blocking=True)
-                self.traffic.h2d_bytes += part.nbytes
-                self.traffic.h2d_copies += 1
             parts.append(part)
         total = parts[0] if len(parts) == 1 else torch.cat(parts)
         for segment in segments:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deep_opt_states.device.interface import Device, Event
 from perf_model.prediction.memory import NUM_STAGING_BUFFERS
-
-
-@dataclass
-class GradientTraffic:
-    """The bytes of gradients copied between host memory and the accelerator, and the number of copies, by direction."""
-
-    d2h_bytes: int = 0
-    d2h_copies: int = 0
-    h2d_bytes: int = 0
-    h2d_copies: int = 0
 
 
 class Staging:
@@ -30,7 +19,6 @@ class Staging:
     """
 
     def __init__(self, device: Device[Any], buffer_numel: int, dtype: torch.dtype) -> None:
-        self.traffic = GradientTraffic()
         self._device = device
         self._d2h = device.stream()
         self._buffers = [device.empty(buffer_numel, dtype) for _ in range(NUM_STAGING_BUFFERS)]
@@ -77,8 +65,6 @@ class Staging:
         with self._d2h.issue():
             self._device.copy(destination, self._buffers[self._current].narrow(0, 0, self._filled))
         self._d2h.record(self._free[self._current])
-        self.traffic.d2h_bytes += destination.nbytes
-        self.traffic.d2h_copies += 1
         self._begin += self._filled
         self._filled = 0
         self._current = self._next
@@ -93,8 +79,6 @@ class Staging:
             piece = buffer.narrow(0, 0, numel)
             self._device.copy(piece, host.narrow(0, begin, numel))
             values.narrow(0, begin, numel).add_(piece)
-            self.traffic.h2d_bytes += piece.nbytes
-            self.traffic.h2d_copies += 1
         self._device.current_stream().record(self._free[self._next])
 
     def record_copies(self, event: Event) -> None:
