@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from deep_opt_states.files import replace_file
@@ -22,6 +21,7 @@ from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
 from deep_opt_states.profiler.ranks import call_on_all_ranks, collective_groups, launched_ranks
 from deep_opt_states.profiler.training_step import measure_training
+from perf_model.cli.screen import new_table, show
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
             replace_file(output, profile.to_json())
     except (ProfileError, ProbeError, Unsupported, OSError) as error:
         if prints_errors:
-            Console(stderr=True).print(Text(str(error)), soft_wrap=True)
+            print(error, file=sys.stderr)
         return 1
     if is_rank_0:
         _print(profile, num_ranks)
@@ -119,22 +119,19 @@ def _accelerator(local_rank: int) -> AcceleratorChoice:
 
 
 def _print(profile: HardwareProfile, num_ranks: int) -> None:
-    console = Console()
     origin = profile.provenance
-    console.print(Text(f"{origin.host}: {origin.cpu}, {origin.cores} cores in use"))
+    show(f"{origin.host}: {origin.cpu}, {origin.cores} cores in use")
     if num_ranks > 1:
         nodes = f" (of {num_ranks}; the ranks of a node load that node only)" if num_ranks > origin.ranks else ""
-        console.print(Text(f"{origin.ranks} ranks together on each node{nodes}; each figure is of the slowest rank"))
-    console.print(Text(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}"))
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("quantity", "median", "20th to 80th", "unit"):
-        table.add_column(heading, justify="right" if heading in ("median", "20th to 80th") else "left", no_wrap=True)
+        show(f"{origin.ranks} ranks together on each node{nodes}; each figure is of the slowest rank")
+    show(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}")
+    table = new_table(("quantity", "median", "20th to 80th", "unit"), left=("quantity", "unit"), gap=2)
     reasons: list[str] = []
     for name, measurement in profile.measurements.items():
         table.add_row(*_row(name, measurement, reasons))
-    console.print(table)
+    show(table)
     for number, reason in enumerate(reasons, start=1):
-        console.print(Text(f"({number}) {reason}"))
+        show(f"({number}) {reason}")
 
 
 def _row(quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
