@@ -6,15 +6,22 @@ The life of an update, as ``UpdatePhase``::
 
 A deferred update has published the persistent unit when ``run`` returns, and updates the others while the next forward
 runs. An update that must end within ``step()`` goes through all phases in ``run``. ``synchronize_ranks`` may also
-follow ``DEFERRED`` directly, such as before a checkpoint is saved. *Overlap* in ``docs/dev/design.md`` lists all calls.
+follow ``DEFERRED`` directly, such as before a checkpoint is saved.
+
+Backward calls ``prefetch``, at an accumulation boundary, and ``wait_on_stream``. ``step()`` calls ``run`` at its last
+sub-group, which is a collective unless the update is deferred, and ``advance``, as forward does. Forward calls
+``unit_waits`` before it reads parameters. Every reader of parameters or states calls ``wait``, also on one rank alone:
+this rank's part is then done, and the phase is as before. ``synchronize_ranks`` is a collective, for the next
+``step()``, a new engine, checkpoints and gathers outside forward. A load that has restored all states calls
+``clear_failure``: FAILED becomes IDLE.
 
 The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
 rank's own part is, and whether it has failed, differs until the ranks synchronize. A rank may also fail alone between
 two updates, for example in a prefetch. So the ranks synchronize before each step and each collective use of the states.
 
 An exception that a signal handler raises, such as ``KeyboardInterrupt``, may end each of these calls. It is no failure:
-the update stays in flight, and the next call ends it (*Interrupts* there). The phase changes only after its wait. If
-the interrupt ends ``run``, the update has started as a whole or not at all, and is deferred.
+the update stays in flight, and the next call ends it (*Interrupts* in ``docs/dev/design.md``). The phase changes only
+after its wait. If the interrupt ends ``run``, the update has started as a whole or not at all, and is deferred.
 """
 
 from __future__ import annotations
