@@ -23,7 +23,7 @@ from deep_opt_states.runtime.resident_states import ResidentStates
 from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
-from deep_opt_states.runtime.worker import HostThreads, Worker
+from deep_opt_states.runtime.worker import HostThreads
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
@@ -42,9 +42,8 @@ class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
     ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if the CPU updates all
-    units. ``worker`` is the cpu lane, a new ``Worker`` by default. Every action is issued, or run by the worker, inside
-    the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to execute. Only the constructor and
-    ``load_plan`` reserve streams, events and slots.
+    units. Every action is issued, or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if
+    the schedule is not safe to execute. Only the constructor and ``load_plan`` reserve streams, events and slots.
 
     **Order of calls.** One thread makes all calls. ``publish`` and ``advance`` are for the time between ``begin`` and
     ``end``; ``prefetch``, ``speculate``, ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and
@@ -75,7 +74,6 @@ class Executor:
         device: Device[Any],
         host_adam: AdamKernel,
         device_adam: AdamKernel | None,
-        worker: Worker | None = None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_executable(schedule, states)
@@ -97,8 +95,7 @@ class Executor:
         self._flushing = False
         """Whether only a stream has waited for the last update, so that flushes and writes may be in flight."""
         self._failure: BaseException | None = None
-        worker = worker or Worker(device.enter_thread)
-        self._threads = HostThreads(worker, device.enter_thread, uses_disk=schedule.num_disk_slots > 0)
+        self._threads = HostThreads(device.enter_thread, uses_disk=schedule.num_disk_slots > 0)
         self._uninterrupted = Uninterrupted(device)
         self._issuer = Issuer(device, self._lanes, self._threads, self._actions.bodies, span)
         try:

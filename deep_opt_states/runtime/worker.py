@@ -52,10 +52,10 @@ class Worker:
 
 
 class HostThreads:
-    """The threads of the lanes that the host runs: ``worker``, and two that read and write if units are on disk."""
+    """The threads of the lanes that the host runs: the worker, and two that read and write if units are on disk."""
 
-    def __init__(self, worker: Worker, enter: Task, *, uses_disk: bool) -> None:
-        self._by_lane: dict[Lane, Worker] = {Lane.CPU: worker}
+    def __init__(self, enter: Task, *, uses_disk: bool) -> None:
+        self._by_lane = {Lane.CPU: Worker(enter)}
         if uses_disk:
             self._by_lane |= {lane: Worker(enter, f"deep_opt_states-{lane.value}") for lane in (Lane.READ, Lane.WRITE)}
 

@@ -64,7 +64,7 @@ def test_states_are_touched_by_the_thread_that_updates_them_and_each_thread_ente
     training = MovingTraining(MODEL, MIXED, device, adam=adam)
     before, sub_groups = training.states, training.memory.sub_groups
     with mock.patch.object(adam, "zero", zero), mock.patch.object(adam, "begin_step", wraps=adam.begin_step) as begin:
-        training.executor.touch([sub_groups[index].adam_tensors for index in (0, 3)])
+        training.executor.touch([sub_groups[index] for index in (0, 3)])
         for number, (tensor, original) in enumerate(zip(training.states, before, strict=True)):
             is_zero = number // len(STATES) in (0, 3)
             assert torch.equal(tensor, torch.zeros_like(tensor) if is_zero else original), number
