@@ -50,9 +50,9 @@ class Actions:
         """The copies by the action's name and the index of its slot, kept because the host issues hundreds per step."""
         self._operations: dict[int, UnitOperations] = {}
         self.bodies: Mapping[ActionKind, Callable[[Action], None]] = {
-            ActionKind.PREFETCH: self._copy_states,
+            ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
-            ActionKind.FLUSH_STATES: self._copy_states,
+            ActionKind.FLUSH_STATES: self._flush_states,
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.SPECULATE: self._cpu_step,
             ActionKind.COMMIT: self._commit,
@@ -108,7 +108,10 @@ class Actions:
             return action.slot
         return (action.slot + self._shift) % len(self._slots)
 
-    def _copy_states(self, action: Action) -> None:
+    def _prefetch(self, action: Action) -> None:
+        self._copy(self._copies_of_states(action))
+
+    def _flush_states(self, action: Action) -> None:
         self._copy(self._copies_of_states(action))
 
     def _gpu_step(self, action: Action) -> None:

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
 
 
 class PlainAdam(AdamKernel):
-    """AdamW by the formula (arXiv 1711.05101). ``begun`` has the announced steps."""
+    """AdamW by the formula (arXiv 1711.05101)."""
 
-    def __init__(self) -> None:
-        self.begun: list[tuple[AdamStep, ...]] = []
-        self._steps: tuple[AdamStep, ...] = ()
+    _steps: tuple[AdamStep, ...] = ()
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        self.begun.append(tuple(steps))
-        self._steps = tuple(steps)
-
-    def assume_step(self, steps: Sequence[AdamStep]) -> None:
         self._steps = tuple(steps)
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
         for update in updates:
-            tensors = update.tensors
-            if update.updated is not None:
-                for new, old in zip(update.updated, (tensors.master, tensors.exp_avg, tensors.exp_avg_sq), strict=True):
-                    new.copy_(old)
-                tensors = replace(tensors, **update.updated._asdict())
-            self.update(update.sub_group, tensors, update.element_range)
+            self.update(update.sub_group, update.tensors, update.element_range)
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         step = self._steps[sub_group]
@@ -45,7 +33,7 @@ class PlainAdam(AdamKernel):
             tensors.param.copy_(master)
 
     def restart(self) -> None:
-        self.begun.clear()
+        self._steps = ()
 
 
 def adam_step(step: int, grad_scale: float = 0.5) -> AdamStep:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.device.kernels.stock import StockAdam
+from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.uninterrupted import Section
@@ -224,8 +225,11 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused_before_an
     device.reserved.clear()
     if message != "may start before":
         check(schedule, workload)
+    units = training.memory.units
+    with pytest.raises(ScheduleError, match=message):
+        Executor(schedule, units, device, training.host_adam, training.host_adam)
     with pytest.raises(ScheduleError, match=message) as caught:
-        training.executor.load_plan(schedule, training.memory.units)
+        training.executor.load_plan(schedule, units)
     assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
     assert device.reserved == []
     training.end()

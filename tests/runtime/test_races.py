@@ -17,6 +17,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deep_opt_states.runtime import executor as executor_module
+from deep_opt_states.runtime import worker as worker_module
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.worker import Task, Worker
 from perf_model.schedule.action import Lane
@@ -68,7 +69,7 @@ def late_worker() -> Iterator[None]:
         issue_all(issuer)
         issued.set()
 
-    late = mock.patch.object(executor_module, "Worker", LateWorker)
+    late = mock.patch.object(worker_module, "Worker", LateWorker)
     with late, mock.patch.object(Issuer, "issue_all", issue_all_first):
         yield
 

@@ -1,4 +1,4 @@
-"""Check memory: poison and protection; and which copies are divided."""
+"""Check memory: poison, the allocator, its limit and protection; and which copies are divided."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from unittest import mock
 
+import pytest
 import torch
 
 from deep_opt_states.device import cuda
@@ -16,9 +17,14 @@ from tests.software_gpu.plugged import TORCH
 from tests.software_gpu.ranks import on_device
 from tests.software_gpu.settings import changed
 
+MIB = 2**20
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 1000, 3_000_001)
 """Numbers of elements: small blocks, and blocks of 6 MB to 24 MB, which get their poison by other pages."""
+
+
+def _new(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE_TYPE)
 
 
 def _is_nan(tensor: torch.Tensor) -> bool:
@@ -43,6 +49,32 @@ def test_memory_that_was_never_written_and_memory_that_is_reused_is_nan() -> Non
     assert torch.empty(7, dtype=torch.int64, device=DEVICE_TYPE).tolist() == [-1] * 7
     torch.ones(1000).pin_memory()
     assert torch.empty(1000, pin_memory=True).isnan().all()
+
+
+@on_device
+def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_is_not_enough() -> None:
+    device.empty_cache()
+    reserved = device.memory_reserved()
+
+    def retries_and_errors() -> tuple[int, int]:
+        return tuple(device.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms"))
+
+    retries, errors = retries_and_errors()
+    with changed(memory_bytes=reserved + 100 * MIB):
+        cached = _new(60 * MIB)
+        del cached
+        with device.stream(device.Stream()):
+            # The cached block is of another stream.
+            kept = _new(50 * MIB)
+        assert device.memory_reserved() == reserved + 50 * MIB
+        assert retries_and_errors() == (retries + 1, errors)
+        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory\. Tried to allocate 60 MiB"):
+            _new(60 * MIB)
+        assert retries_and_errors() == (retries + 2, errors + 1)
+        # The error leaves everything as it was.
+        kept.fill_(3)
+        assert kept[-1].item() == 3
+        assert _new(50 * MIB).data_ptr() != 0
 
 
 @on_device

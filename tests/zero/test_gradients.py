@@ -237,7 +237,9 @@ def traffic(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
         optimizer = engine.optimizer
         staging = optimizer._gradients._staging
         staging._device = copies = CountedCopies(staging._device)
+        reserved = len(optimizer.accounting_device.reserved)
         train(engine, case, folder)
+        assert len(optimizer.accounting_device.reserved) == reserved, "all memory is reserved at the start"
         return {
             **copies.counts,
             "steps": case.steps,

@@ -133,6 +133,3 @@ def write_local_masters(optimizer: Any) -> None:
 
 def _params(optimizer: Any) -> list[Any]:
     return [param for group in optimizer.fp16_groups for param in group]
-
-
-WRITES = (write_gathered, write_and_partition, write_partitions, write_masters, write_local_masters)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 
 import torch.distributed as dist
 
@@ -63,7 +62,13 @@ def test_the_race_check_reports_every_seeded_fault_and_nothing_without_it() -> N
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_a_lazy_device_turns_seeded_faults_into_wrong_numbers() -> None:
     """Check a few faults, since the order of events in a lazy device does not depend on the speed of this machine."""
-    for name, fault in islice(FAULTS[1].items(), 4):
+    for name in (
+        "update ends without waiting for its streams: forward reads parameters while PUBLISH writes them",
+        "staging does not wait until its buffer is copied to the host",
+        "GPU_STEP does not wait for PREFETCH",
+        "GPU_STEP does not wait until resident states are loaded",
+    ):
+        fault = FAULTS[1][name]
         case = fault.case()
         stock = run_variant(case, None)
         for seeded in (nullcontext, fault.seeded):

@@ -97,13 +97,17 @@ def add_observer(model: torch.nn.Module, numel: int) -> None:
 
 
 def lacks_a_name(engines: Engines) -> None:
-    """Load a checkpoint without the buffer ``late``, in models with a hook that accepts that."""
+    """Load a checkpoint without the buffer ``late``, in models with a hook that accepts that, or that adds it."""
     engines.stock.save_checkpoint(str(engines.folder))
-    with changed_models(engines) as models:
-        for model in models:
-            model.register_buffer("late", torch.zeros(2))
-            model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
-        engines.load()
+    for register, hook in (
+        ("register_load_state_dict_post_hook", lambda _, keys: keys.missing_keys.clear()),
+        ("register_load_state_dict_pre_hook", lambda _, state, *__: state.setdefault("late", torch.ones(2))),
+    ):
+        with changed_models(engines) as models:
+            for model in models:
+                model.register_buffer("late", torch.zeros(2))
+                getattr(model, register)(hook)
+            engines.load()
 
 
 def resizes_a_buffer(engines: Engines) -> None:

@@ -53,6 +53,13 @@ def test_the_budget_is_once_all_that_is_free_after_the_observed_steps_less_the_m
     assert BudgetedTraining(950).held == 0, "less than the margin is free"
 
 
+def test_what_rules_require_is_allowed_until_memory_is_short() -> None:
+    for training in (BudgetedTraining(), BudgetedTraining(limit=0)):
+        training.budget.require(300)
+        training.held = 300
+        assert training.steps(*[600] * 10, 680) == [300] * 10 + [1000 - 680 - MARGIN]
+
+
 def test_memory_is_short_when_half_of_the_margin_is_taken() -> None:
     for more, allowed in ((HALF, 300), (HALF + 1, 300 - HALF - 1)):
         training = BudgetedTraining(600)

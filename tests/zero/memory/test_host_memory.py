@@ -160,7 +160,8 @@ def test_a_rank_that_cannot_lock_memory_stops_all_ranks_and_a_driver_may_ignore_
     failure = HostMemoryError if limited else RanksDisagree
     limit = memlock_limit(limit_bytes if limited else None)
     message = (
-        r"(?s)within the memlock limit, 4.1\d? kB, if .* failed: CUDA error: out of memory.*Raise the memlock limit"
+        r"(?s)within the memlock limit, 4.1\d? kB, if .*; found [\d.]+ [kM]B for [\d,]+ parameters .* a trial above "
+        r"the limit failed: CUDA error: out of memory.*Raise the memlock limit.*--ulimit memlock=-1"
     )
     with limit, locked_with(refusing.register), pytest.raises(failure, match=message):
         make_engine(CASE, CPU)
@@ -170,6 +171,9 @@ def test_a_rank_that_cannot_lock_memory_stops_all_ranks_and_a_driver_may_ignore_
         assert list(ignoring.locked.values()) == [slab_bytes(engine)], "the trial allocation is unlocked again"
         assert ignoring.had_all_pages
     assert ignoring.locked == {}
+    enough = Driver(refuses=False)
+    with memlock_limit(10**12), locked_with(enough.register), closing_engine(CASE, CPU) as engine:
+        assert enough.requested == [slab_bytes(engine)], "no trial"
 
 
 def test_ranks_share_the_memory_of_the_node_and_of_their_container() -> None:

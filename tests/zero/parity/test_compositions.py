@@ -109,6 +109,8 @@ def test_a_compiled_model_trains_to_the_bits_of_stock(backend: str) -> None:
             engine.compile(backend=backend)
             assert engine.is_compiled
             records.append(train(engine, case, Path()))
+    assert [record.optimizer_class for record in records] == [STOCK, OURS]
+    assert any(norm > 0.5 for norm in records[0].numbers["norm"]), "clipping was never active"
     assert_same_bits(*records)
 
 
