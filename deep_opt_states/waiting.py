@@ -179,8 +179,9 @@ def _missing_in_rendezvous() -> str | None:
         # PyTorch's store would log a long traceback.
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
-        # Rank 0 itself does not listen yet: DeepSpeed may be compiling its collectives, which has a line of its own.
-        return f"Nothing answers at {host}:{port}, where rank 0 must listen: look at its output." if rank else None
+        # DeepSpeed compiles its collectives before rank 0 listens.
+        why = "look at its output" if rank else "it may still compile, or MASTER_ADDR is not this host"
+        return f"Nothing answers at {host}:{port}, where rank 0 must listen: {why}."
     store = dist.TCPStore(host, port, timeout=timedelta(seconds=5), wait_for_workers=False)  # type: ignore[attr-defined]
     store.set(_key(-1, rank), "here")
     # Ranks that started a little later announce themselves a little later.

@@ -42,8 +42,8 @@ FIRST_STEP, LAST_STEP = 1 / 20, 1 / 250
 LITTLE = 0.001
 """A negligible gain, and the negligible added time as a share of forward."""
 
-ALMOST_BEST = 0.005
-"""Larger units, which wait for fewer kernels of the model, may lengthen an iteration by at most this share."""
+ALMOST_BEST = 1.005
+"""Larger units, which have less overhead, are chosen if they add at most this multiple of the least time."""
 
 GRID_UNITS, MAX_UNITS = 150, 600
 """The fewest units of the grid, and the most units of a size if a larger size fits."""
@@ -210,8 +210,7 @@ class _Search:
             if self._seconds(best)[0] - self._seconds(eager)[0] > self._negligible_s:
                 self._simulated_units = 0
                 best = self._descend(eager, names)
-        windows, least_s = self._cuts[best.cut].windows, self._seconds(best)[0]
-        enough_s = least_s + ALMOST_BEST * (windows.backward_s + windows.forward_s + least_s)
+        enough_s = max(ALMOST_BEST * self._seconds(best)[0], self._negligible_s)
         larger = (replace(best, cut=position) for position in range(best.cut))
         best = next((choice for choice in larger if self._seconds(choice)[0] <= enough_s), best)
         plan = self._plans[best]

@@ -238,7 +238,7 @@ def gather_once_rank_1_is_missed(marker: Path) -> list[str]:
         (0, [0, 2], "Missing: rank 1"),
         (2, [0, 2], "None"),
         (0, [0, 1, 2], ""),
-        (0, [], "None"),
+        (0, [], "Nothing answers at 127.0.0.1:"),
         (1, [], "Nothing answers at 127.0.0.1:"),
     ],
 )

@@ -57,11 +57,12 @@ LAG = "longest lag of this machine in an EMULATED iteration"
 PRODUCTS_PER_LAYER = 4
 """The products of matrices in the forward of a layer of the small model."""
 
-WAVE_S = 1e-4
-"""The seconds after which kernels of a stream with higher priority start, when thread blocks of a product have ended.
+WAVE_FLOPS = 132 * 2 * 128 * 256 * 16384
+"""The operations of a product after which the GPU starts kernels of streams with a higher priority.
 
-On an H100, a block of 128 x 256 elements with an inner length of 4096 takes about half as long by the specifications.
-This was not measured.
+They are one thread block for each of an H100's 132 multiprocessors, of 128 x 256 elements with an inner length of
+16384. This follows from specifications and was not measured. The software GPU knows no priorities: it lets kernels of
+all other streams in.
 """
 
 MEASURED_SLOWDOWN = Slowdown(cpu=0.53)
@@ -220,6 +221,7 @@ class EmulatedRun:
         """
         cost, stock = (make(self.profile, self.widths) for make in (CostModel.from_profile, CostModel.for_stock))
         per_s = 1 / (self.scale * self.slowdown)
+        products = self.small.layers * PRODUCTS_PER_LAYER
         rates = settings.MachineRates(
             h2d=cost.capacities[Resource.H2D] * per_s,
             d2h=cost.capacities[Resource.D2H] * per_s,
@@ -231,7 +233,7 @@ class EmulatedRun:
             copy_latency_s=cost.copy_latency_s * self.slowdown,
             slowed_by_host_work=self.forward_slowdown.cpu,
             slowed_by_copies=self.forward_slowdown.copies,
-            kernels_per_product=max(1, round(self.forward_s / (self.small.layers * PRODUCTS_PER_LAYER) / WAVE_S)),
+            kernels_per_product=max(1, round(self.job.work.forward_flops / products / WAVE_FLOPS)),
         )
         passes = HostPasses(cost, stock, per_s, self.widths)
         with ExitStack() as patches:

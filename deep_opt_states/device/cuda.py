@@ -71,8 +71,8 @@ class CudaDevice:
         torch.cuda.set_device(self._device)
 
     def stream(self) -> CudaStream:
-        # With the priority of the model's stream, a small kernel of an update would wait for a whole product of
-        # matrices, not only for some of its blocks: unit by unit if the slots are full.
+        # CUDA starts the blocks of a stream with a higher priority when blocks of other kernels end. With the priority
+        # of the model's stream, each unit's small kernel would wait for a whole product of matrices.
         return CudaStream(torch.cuda.Stream(self._device, priority=-1))
 
     def current_stream(self) -> CudaStream:

@@ -85,7 +85,7 @@ class HostSlab:
         self.host_bytes = size_bytes
         """The bytes that are not mapped from files."""
         self._mapped: list[tuple[int, int]] = []
-        """Begin and end of the parts that are."""
+        """The begin and end, in bytes, of each part that is mapped from a file."""
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of shape [numel] over the slab's bytes from ``offset_bytes`` on, which keeps them alive."""
@@ -120,7 +120,7 @@ class HostSlab:
         return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def lock(self) -> None:
-        """Register the memory, whose pages must all be touched. Raise ``HostMemoryError`` if the driver refuses."""
+        """Register the memory, and place untouched pages near this thread. Raise ``HostMemoryError`` if refused."""
         if self._register is None or self._memory is None:
             return
         address, locked = self._address, list[Callable[[], object]]()

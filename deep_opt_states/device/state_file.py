@@ -46,7 +46,7 @@ class StateFile:
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder
         self.fd, self.is_direct = _create(folder, direct=not file_system(folder).startswith(NETWORK))
-        self._by_cache = f"/proc/self/fd/{self.fd}"
+        self._cached_path = f"/proc/self/fd/{self.fd}"
         self.close = weakref.finalize(self, os.close, self.fd)
         # At exit a write may be in flight, and another file could get the same descriptor.
         self.close.atexit = False
@@ -90,14 +90,14 @@ class StateFile:
         page = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
         self.read(page, 0)
         # Only a page in the cache is read without waiting for the disk.
-        with open(self._by_cache, "rb", buffering=0) as cached, suppress(OSError):
+        with open(self._cached_path, "rb", buffering=0) as cached, suppress(OSError):
             return os.preadv(cached.fileno(), [page], 0, os.RWF_NOWAIT) > 0
         return False
 
     def check_readable(self, offset_bytes: int, size_bytes: int) -> None:
         """Read a part by way of the page cache, as the mapping does. Raise ``DiskError``."""
         memory = memoryview(mmap.mmap(-1, min(size_bytes, CHECKED_BYTES)))
-        with open(self._by_cache, "rb", buffering=0) as cached:
+        with open(self._cached_path, "rb", buffering=0) as cached:
             for begin in range(0, size_bytes, CHECKED_BYTES):
                 self._transfer(os.preadv, cached.fileno(), "read", memory[: size_bytes - begin], offset_bytes + begin)
 
@@ -172,9 +172,10 @@ def _create(folder: Path, *, direct: bool) -> tuple[int, bool]:
         os.unlink(name)
         return fd, False
     except OSError as error:
+        remedy = "Create it, or name" if error.errno == errno.ENOENT else "Name"
         raise DiskError(
-            f"nvme_path or nvme_paths: must be folders in which this user can create files, found {folder}: "
-            f"{error.strerror}.\nCreate it, or name a folder of yours on a local disk."
+            f"nvme_path or nvme_paths: must be folders in which this user, {os.getuid()}, can create files, found "
+            f"{folder}: {error.strerror}.\n{remedy} a folder of yours on a local disk."
         ) from error
 
 

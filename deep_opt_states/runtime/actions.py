@@ -38,6 +38,8 @@ def _tensors_of(state: UnitState) -> list[torch.Tensor]:
 
 
 class Actions:
+    """The bodies of all actions, with the tensors that they copy and update, and the slots."""
+
     def __init__(self, device: Device[Any], host_adam: AdamKernel, device_adam: AdamKernel | None) -> None:
         self._states: Sequence[UnitState] = ()
         self._device = device

@@ -97,6 +97,9 @@ class DiskStates:
         self.dtypes, self.slab = dtypes, slab
         self.files = [StateFile(folder, slab.size_bytes) for folder in folders]
         self.readers, self.writers = ([Worker(name="deep_opt_states-disk") for _ in folders] for _ in range(2))
+        # At exit, the lanes wait for these threads.
+        for thread in (*self.readers, *self.writers):
+            thread.close.atexit = False
         by_number = groupby(runs_on_disk(workload, widths), attrgetter("unit"))
         by_unit = {workload.units[unit].ranges: list(runs) for unit, runs in by_number}
         self._placed = [stripe for runs in by_unit.values() for run in runs for stripe in stripes(run, self.files)]

@@ -59,9 +59,10 @@ class Executor:
     receives. It writes no memory that anybody reads before. If the steps or the gradients are others then, it was in
     vain. A caller that writes to gradients of speculated units calls ``forget_speculations``.
 
-    **Failure.** Any exception in any lane is fatal for the update: some units may be updated and others not. Nothing is
-    issued until ``clear_failure``. The executor does not raise, since a rank that raised alone would leave the other
-    ranks waiting in a collective: the caller reads ``failure`` and agrees with the other ranks first.
+    **Failure.** Any exception in any lane is fatal for the update: some units may be updated and others not. The
+    executor waits for the operations in flight, keeps the exception in ``failure``, and issues nothing until
+    ``clear_failure``. It does not raise, since a rank that raised alone would leave the other ranks waiting in a
+    collective: the caller reads ``failure`` and agrees with the other ranks first.
 
     **Interrupts.** An exception that a signal handler raises is no failure: it ends only the wait for a *section*
     (``uninterrupted.py``). Every wait can be repeated with the same result, and a handler may call any method itself.

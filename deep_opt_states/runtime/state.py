@@ -35,6 +35,8 @@ class Slot(UpdatedStates):
 
 @dataclass(eq=False)
 class Resident:
+    """The states of a resident unit on the accelerator."""
+
     states: Slot
     is_loaded: bool = False
     """Whether they are up to date; if not, the states in host memory are."""

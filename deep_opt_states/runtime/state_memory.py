@@ -120,7 +120,7 @@ class StateMemory:
             part.replace_param(part.elements.view(self._params[part.sub_group]))
 
     def lock(self) -> None:
-        """Lock the slab's pages, which the threads that use them have touched. Raise ``HostMemoryError`` if refused."""
+        """Lock the pages of the slab and of disk slots. Raise ``HostMemoryError`` if refused."""
         self._slab.lock()
         for slot in self.disk.slots if self.disk else ():
             slot.lock()
@@ -141,7 +141,10 @@ class StateMemory:
 
     @property
     def untouched(self) -> list[AdamTensors]:
-        """Return the tensors in host memory whose pages the threads that update them should touch first."""
+        """Return the tensors whose pages the threads that update them should touch first.
+
+        Units on disk are left out: they are limited by the disk.
+        """
         parts = [part for unit in self.units if unit.disk is None for part in unit.parts]
         return [self.sub_groups[part.sub_group].narrow(part.elements) for part in parts]
 

@@ -15,7 +15,7 @@ Task: TypeAlias = Callable[[], None]
 Tasks: TypeAlias = "queue.SimpleQueue[tuple[Task, Future[None]] | None]"
 
 EXIT_TIMEOUT_S = 3.0
-"""The longest wait at exit for each of two threads and for an update; launchers kill a process after 10 s."""
+"""The longest wait at exit for each lane, for sections and for an update; launchers kill a process after 10 s."""
 
 
 class Worker:

@@ -258,7 +258,7 @@ class HardwareProfile:
             raw["measurements"] = {
                 name: _measurement(each) for name, each in raw["measurements"].items() if name not in RETIRED_QUANTITIES
             }
-            # In profiles of earlier versions.
+            # Earlier versions wrote this key, which nothing reads.
             raw.pop("cpu_adam_by_threads", None)
             return cls(**raw)
         except ProfileError:

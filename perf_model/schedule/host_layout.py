@@ -19,7 +19,7 @@ ALIGNMENT_BYTES = 64
 """The size of a cache line, which no two tensors share."""
 
 PAGE_BYTES = mmap.PAGESIZE
-"""The unit of memory mappings and of direct I/O. With states on disk, each tensor starts at a page."""
+"""The unit of memory mappings and of direct I/O on this machine. With states on disk, each tensor starts at a page."""
 
 NUM_DISK_SLOTS = 3
 """One disk slot is read, one is updated, and one is written."""

@@ -47,6 +47,10 @@ def test_an_implicit_synchronization_is_detected() -> None:
         one.item()
 
 
+def test_streams_of_updates_have_priority() -> None:
+    assert CudaDevice(0).stream()._stream.priority < torch.cuda.current_stream().priority
+
+
 @pytest.mark.parametrize("seed", range(200, 206))
 def test_an_update_is_issued_without_implicit_synchronization(seed: int) -> None:
     chance = random.Random(seed)

@@ -191,10 +191,10 @@ def test_a_workload_without_units_and_a_placement_that_the_machine_cannot_have_a
 
 
 @pytest.mark.parametrize(
-    ("forward_s", "size"), [(5.0, 20_000_000), (10.0, 50_000_000), (100.0, 500_000_000), (10_000.0, 1_000_000_000)]
+    ("forward_s", "size"), [(5.0, 5_000_000), (10.0, 7_000_000), (100.0, 70_000_000), (10_000.0, 1_000_000_000)]
 )
 def test_units_are_the_largest_with_which_almost_nothing_is_exposed(forward_s: float, size: int) -> None:
-    """Check a forward that hides all but the first unit, which the CPU updates, within 0.5 % of an iteration."""
+    """Check a forward that hides all but the first unit, which the CPU updates. A thousandth of it is negligible."""
     found, planned = plan_on_the_cpu(forward_s)
     assert (found, planned.exposed_s) == (size, pytest.approx(size / 1e9 + 2 * size / 12e9))
 
@@ -202,7 +202,7 @@ def test_units_are_the_largest_with_which_almost_nothing_is_exposed(forward_s: f
 def test_the_limit_of_simulations_ends_the_descent_but_not_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perf_model.planner, "MAX_SIMULATED_UNITS", 1)
     # Smaller units than those of the grid are not tried any more.
-    assert [plan_on_the_cpu(forward_s)[0] for forward_s in (5.0, 100.0)] == [30_000_000, 500_000_000]
+    assert [plan_on_the_cpu(forward_s)[0] for forward_s in (5.0, 100.0)] == [10_000_000, 70_000_000]
 
 
 def plan_on_the_cpu(forward_s: float) -> tuple[int, PlannedUpdate]:

@@ -159,7 +159,7 @@ WITHOUT_KERNEL = mock.patch.object(plugin, "choose_device", return_value=ON_GPU)
 
 REFUSED = [
     Attempt({**STAGE_0, **CLIENT}, *SETTINGS[0][1:], second_group()),
-    Attempt(NVME, "can create files, found /tmp: Permission denied", "name a folder of yours", patch=NO_ACCESS),
+    Attempt(NVME, "can create files, found /tmp: Permission denied", "Name a folder of yours", patch=NO_ACCESS),
     Attempt({}, 'must be "cuda" or "cpu", found \'xpu\'', '"enabled": false', patch=ON_XPU, converts=True),
     Attempt(ALL_UNITS, "need a GPU Adam kernel", '"placement": "cpu"', patch=WITHOUT_KERNEL, converts=True),
     *(Attempt(*setting) for setting in SETTINGS),

@@ -126,7 +126,7 @@ SINCE: Mapping[str, str] = {
     "backward_prologue": "0.18.3",
     "clear_backward_seen_flag": "0.18.5",
 }
-"""The first release with a method. In older ones, another file of this folder replaces it if it is called."""
+"""The first release with a method. In older ones, ``compat.py``, ``older.py`` or ``spans.py`` replace it."""
 
 
 def missing_names(

@@ -210,14 +210,15 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
     executor = Executor(here.schedule, units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
     untouched, touched, host = memory.untouched, 0, size(memory_of(plan, context.setup).pinned_bytes)
-    with waiting(lambda: f"preparing {host} of host memory, {touched / plan.workload.numel:.0%} of the states touched"):
+    numel = max(1, sum(tensors.master.numel() for tensors in untouched))
+    with waiting(lambda: f"preparing {host} of host memory, {touched / numel:.0%} of the states touched"):
         for tensors in untouched:
             executor.touch([tensors])
             touched += tensors.master.numel()
         masters = [
             _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
         ]
-        # Page-locking needs pages that were touched.
+        # Page-locking would place untouched pages near this thread.
         memory.lock()
     # Where the CPU is the accelerator, an update hides nothing, and without a prediction nothing needs the windows.
     needs_windows = planned.predict is not None and not context.accelerator.slots_on_host

@@ -84,6 +84,8 @@ def choose_states_on_disk(
     raise_together(lambda: check_free_space(folders, each_bytes, ranks.on_node))
     for doubt in sorted(set(chain(*Ranks().gather(raise_together(lambda: doubts(folders)))))):
         log.warn(doubt)
+    if numel == 0:
+        log.info(f"no states are on disk: all fit into {size(host_bytes)} of host memory per rank")
     return placed
 
 

@@ -8,12 +8,13 @@ A deferred update has published the persistent unit when ``run`` returns, and up
 runs. An update that must end within ``step()`` goes through all phases in ``run``. ``synchronize_ranks`` may also
 follow ``DEFERRED`` directly, such as before a checkpoint is saved.
 
-Backward calls ``prefetch``, at an accumulation boundary, and ``wait_on_stream``. ``step()`` calls ``run`` at its last
-sub-group, which is a collective unless the update is deferred, and ``advance``, as forward does. Forward calls
-``unit_waits`` before it reads parameters. Every reader of parameters or states calls ``wait``, also on one rank alone:
-this rank's part is then done, and the phase is as before. ``synchronize_ranks`` is a collective, for the next
-``step()``, a new engine, checkpoints and gathers outside forward. A load that has restored all states calls
-``clear_failure``: FAILED becomes IDLE.
+Backward calls ``prefetch``, at an accumulation boundary, and ``wait_on_stream``, on every rank: the current stream then
+waits for all but the flushes. ``step()`` calls ``run`` at its last sub-group; ``run`` is a collective unless the update
+is deferred. ``step()`` and forward call ``advance``, and forward ``unit_waits`` before it reads parameters. Each reader
+of parameters or states calls ``wait``, also on one rank alone: this rank's part is then done, and the phase is as
+before. ``synchronize_ranks`` is a collective, for the next ``step()``, a new engine, checkpoints and gathers outside
+forward. A load that has restored all states calls ``clear_failure``: FAILED becomes IDLE. ``close`` ends and reports
+everything.
 
 The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
 rank's own part is, and whether it has failed, differs until the ranks synchronize. A rank may also fail alone between

@@ -46,6 +46,7 @@ struct Update {
 // The loop of one instruction set over elements [begin, end), all of them before the cut.
 using Loop = void (*)(const Update& update, std::int64_t begin, std::int64_t end);
 
+// GCC 10 is the first with these instructions. Clang claims to be GCC 4.
 #if defined(__x86_64__) && __GNUC__ >= 10
 #define HAS_AVX512_BF16
 #endif
