@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
 from perf_model.prediction.network import Network
+from perf_model.prediction.slowdown import TYPICAL
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -102,7 +103,7 @@ NEAREST_HOST = Overheads(
     gradients_s=0.3e-3,
     hooks_s=0.17e-3,
     step_s=0.3e-3,
-    cpu_slowdown=0.4,
+    cpu_slowdown=TYPICAL.cpu,
     source="our runs on H100 and H200, with hosts of 16 cores, and not of this machine",
 )
 """The seconds on the only hosts that this project measured (docs/dev/performance_model.md lists all terms)."""

@@ -6,7 +6,6 @@ import pytest
 
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind
 from tests.profiler.virtual import VirtualDevice
@@ -67,11 +66,12 @@ def test_forwards_beside_cpu_updates_and_beside_copies_show_the_slowdown() -> No
         run.step(3.0, 1.0)
     # All of an update of 1 s runs beside forward.
     run.step(3.5, 1.0)
-    assert run.windows.windows().slowdown == Slowdown(cpu=0.5)
+    slowdown = run.windows.windows().slowdown
+    assert (slowdown.cpu, slowdown.copies) == (pytest.approx(0.5, abs=0.01), 0.0)
     for _ in range(3):
         run.step(3.7, 1.0, copies_s=0.5)
     slowdown = run.windows.windows().slowdown
-    assert (slowdown.cpu, slowdown.copies) == pytest.approx((0.5, 0.4))
+    assert (slowdown.cpu, slowdown.copies) == pytest.approx((0.5, 0.4), abs=0.02)
 
 
 def test_windows_are_measured_again_in_one_step() -> None:
