@@ -70,8 +70,8 @@ class SlowedForward(NamedTuple):
 def fit_slowdown(forwards: Sequence[SlowedForward]) -> Slowdown:
     """Return the slowdown that explains ``forwards`` best: least squares, with shares between 0 and 1.
 
-    A penalty for shares other than ``TYPICAL`` (ridge regression) decides as far as forwards do not tell the two kinds
-    apart, because all ran beside the same plan, or hardly ran during one kind.
+    A penalty for shares other than ``TYPICAL`` (ridge regression) decides as far as forwards do not separate the two
+    kinds, because all ran beside the same plan, or hardly ran during one kind.
     """
     longest_s = max((max(forward.cpu_s, forward.copies_s) for forward in forwards), default=0.0)
     if longest_s == 0.0:
