@@ -264,15 +264,15 @@ def test_forward_takes_longer_beside_the_update_and_not_after_it() -> None:
 @given(
     st.floats(0.0, 0.9),
     st.floats(0.0, 0.9),
-    st.lists(st.tuples(st.floats(0.5, 1.5), st.floats(0.5, 1.5)), min_size=2, max_size=6),
+    st.lists(st.tuples(st.floats(0.5, 1.5), st.floats(0.5, 1.5)), min_size=4, max_size=8),
 )
 def test_the_slowdown_is_found_from_forwards(cpu: float, copies: float, beside: list[tuple[float, float]]) -> None:
     # As in training: first beside the CPU alone, and then beside both.
-    forwards = [SlowedForward(cpu * 1.0, 1.0, 0.0)] * 2
+    forwards = [SlowedForward(cpu * 1.0, 1.0, 0.0)] * 4
     forwards += [SlowedForward(cpu * cpu_s + copies * copies_s, cpu_s, copies_s) for cpu_s, copies_s in beside]
     found = fit_slowdown(forwards)
-    assert found.cpu == pytest.approx(cpu, abs=0.05)
-    assert found.copies == pytest.approx(copies, abs=0.05)
+    assert found.cpu == pytest.approx(cpu, abs=0.08)
+    assert found.copies == pytest.approx(copies, abs=0.08)
 
 
 @pytest.mark.parametrize("noise", [-0.003, 0.003])
