@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange
 
 
 class PlainAdam(AdamKernel):
@@ -15,10 +15,6 @@ class PlainAdam(AdamKernel):
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._steps = tuple(steps)
-
-    def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
-        for update in updates:
-            self.update(update.sub_group, update.tensors, update.element_range)
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         step = self._steps[sub_group]
