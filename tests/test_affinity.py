@@ -101,7 +101,8 @@ def test_a_forked_process_may_use_all_cpus_of_its_parent_or_those_of_a_thread_th
     first = LaunchBinding(HIGH)
     loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert list(loader) == [sorted(ALLOWED)] * 4
-    second = LaunchBinding(LOW)
+    with parked():
+        second = LaunchBinding(LOW)
     with parked(lambda: fork(ALLOWED)):
         assert os.sched_getaffinity(0) == LOW
     second.release()

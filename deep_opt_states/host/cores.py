@@ -214,7 +214,7 @@ class _Process:
         inherited = self.moved_by_cpus(os.getpid())
         seen: set[int] = set()
         # A thread that is not moved yet can start another one, so repeat until there is no new one.
-        while unseen := {int(task.name) for task in Path("/proc/self/task").iterdir()} - seen:
+        while unseen := (alive := {int(task.name) for task in Path("/proc/self/task").iterdir()}) - seen:
             for thread in sorted(unseen):
                 with suppress(ProcessLookupError):  # the thread has ended
                     found = frozenset(os.sched_getaffinity(thread))
@@ -225,6 +225,8 @@ class _Process:
                         os.sched_setaffinity(thread, now)
                         self.moved[thread] = before, now
             seen |= unseen
+        # A thread that has ended must not stand for one that later binds itself to the CPUs of an earlier binding.
+        self.moved = {thread: cpus for thread, cpus in self.moved.items() if thread in alive}
         # More intra-op threads of PyTorch than CPUs would wait for each other.
         threads = self.torch_threads_before = self.torch_threads_before or torch.get_num_threads()
         if target is None:
