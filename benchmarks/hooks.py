@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -39,12 +40,13 @@ HOOKS = ("forward", "backward")
 TO_STOCK = "forward + backward / stock's"
 
 Moment = tuple[float, float]
-"""The time of the clock, and the CPU time of the training thread, in seconds."""
+"""The time of the clock, and the CPU time of the threads that train, in seconds."""
 
 
-def now() -> Moment:
-    """Return the current moment."""
-    return time.perf_counter(), time.thread_time()
+def now(threads: Iterable[int]) -> Moment:
+    """Return the current moment, with the CPU time of ``threads``."""
+    clocks = map(time.pthread_getcpuclockid, threads)
+    return time.perf_counter(), sum(map(time.clock_gettime, clocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,26 +74,29 @@ class ArmProcess:
             config["zero_optimization"] |= HUGGING_FACE_AUTO
             engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
             self.variant.verify(engine)
+            threads = {threading.get_ident()}
             for _ in range(3):
-                _train(engine)
+                _train(engine, threads)
             requests.send(None)
             while requests.recv():
-                _train(engine)
-                times = _train(engine)
+                _train(engine, threads)
+                times = _train(engine, threads)
                 if self.variant.block is not None:
                     engine.optimizer._update.wait()
                 requests.send(times)
             engine.destroy()
 
 
-def _train(engine: Any) -> dict[str, Moment]:
-    """Train for one iteration, and return the seconds of each phase by both clocks."""
+def _train(engine: Any, threads: set[int]) -> dict[str, Moment]:
+    """Train for one iteration, and return the seconds of each phase by both clocks. Add backward's to ``threads``."""
     inputs = torch.arange(SETTING.context, device=engine.device).unsqueeze(0)
-    start = now()
+    start = now(threads)
     loss = engine(inputs, inputs)
-    forward = now()
+    # On an accelerator, backward runs on a thread of autograd, which stays.
+    loss.register_hook(lambda _: threads.add(threading.get_ident()))
+    forward = now(threads)
     engine.backward(loss)
-    backward = now()
+    backward = now(threads)
     engine.step()
     spans = {"forward": (start, forward), "backward": (forward, backward)}
     return {phase: (end[0] - begin[0], end[1] - begin[1]) for phase, (begin, end) in spans.items()}
@@ -131,8 +136,8 @@ def measure(*, quick: bool, turns: float = 16) -> Iterator[Row]:
         times = in_turns(arms, 2 if quick else int(turns))
         for arm, of_arm in zip(arms, times, strict=True):
             labels = labels_of(arm.variant.name + (", software GPU" if arm.on_software_gpu else ""), SETTING)
-            # On the software GPU, backward runs on a thread of autograd, whose CPU time is not counted.
-            for clock, name in enumerate(("", ", CPU time")[: 1 if arm.on_software_gpu else 2]):
+            # On the software GPU, only the CPU time is that of the hooks: its kernels run on the same cores.
+            for clock, name in enumerate(("", ", CPU time")):
                 seconds, stock = (
                     [sum(turn[phase][clock] for phase in HOOKS) for turn in turns_of] for turns_of in (of_arm, times[0])
                 )
