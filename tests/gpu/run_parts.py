@@ -1,9 +1,10 @@
 """Run the tests and benchmarks that need a GPU, in parts that each have a time limit, within 9 minutes in total.
 
-``make gpu-check`` runs the tests and the profile, and ``make gpu-measure`` small benchmarks. Text and JSON are written
-after each part, into the folder named by OUT or into ``.cache``, so that a killed run leaves the results of the
-finished parts. The exit code is 0 if every part passed, 1 if one did not, and 2 if there is no GPU. Names of parts
-after the name of the list choose some of its parts: ``python3 -m tests.gpu.run_parts check build kernel``.
+``make gpu-check`` runs the tests and the profile, and ``make gpu-measure`` small benchmarks. ``summary.json`` is
+written after each part, beside its log, into the folder named by OUT or into ``.cache``, so that a killed run leaves
+the results of the finished parts. The exit code is 0 if every part passed, 1 if one did not, and 2 if there is no GPU.
+Names of parts after the name of the list choose some of its parts:
+``python3 -m tests.gpu.run_parts check build kernel``.
 
 The parts that measure no time run at the same time, since a machine with a GPU has many cores. Each part may use its
 own limit, whatever happened to the parts before it, plus the time that they did not use.
@@ -75,8 +76,6 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
     ``missing`` returns the reason why no GPU can be used, or an empty string.
     """
     out.mkdir(parents=True, exist_ok=True)
-    log = out / "log.txt"
-    log.write_text("")
     outcomes: list[Outcome] = []
     problem = missing()
     ends_s = time.monotonic()
@@ -87,11 +86,6 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
         with closing(_outcomes(group, out, ends_s, problem)) as found:
             for outcome in found:
                 outcomes.append(outcome)
-                part_log = _log_of(outcome.name, out)
-                if part_log.exists():
-                    with log.open("ab") as whole:
-                        whole.write(part_log.read_bytes())
-                    part_log.unlink()
                 _write(out, outcomes)
                 print(outcome, flush=True)
     if problem:
@@ -99,11 +93,6 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
         return 2
     print(f"Written: {out}")
     return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
-
-
-def _log_of(name: str, out: Path) -> Path:
-    """Return the file that a part writes to while it runs. Of a killed run, it remains."""
-    return out / f"log-{name.replace(' ', '-')}.txt"
 
 
 def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> Generator[Outcome]:
@@ -130,7 +119,7 @@ def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> 
 def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
     """Run the part, and append the variable of its processes to ``started``."""
     print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
-    log, start_s = _log_of(part.name, out), time.monotonic()
+    log, start_s = out / f"log-{part.name}.txt", time.monotonic()
     # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
     variables = {PART_ENDS: str(time.time() + limit_s - ABORT_S), "OUT": str(out)}
     variable = f"{PART_ENDS}={variables[PART_ENDS]}"
@@ -139,9 +128,6 @@ def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
         # Each part would start a thread per core otherwise, and the parts would wait for each other's threads.
         variables["OMP_NUM_THREADS"] = str(THREADS_BESIDE)
     with log.open("wb") as text:
-        text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
-        text.flush()
-        begin = text.tell()
         process = subprocess.Popen(
             part.command,
             cwd=REPOSITORY,
@@ -156,7 +142,7 @@ def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
             process.wait(timeout=max(0.1, limit_s - ABORT_S))
         except subprocess.TimeoutExpired:
             timed_out = True
-        written = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
+        written = log.read_text(errors="replace").strip().splitlines()
         if timed_out:
             # Python writes the stacks of all threads (PYTHONFAULTHANDLER).
             process.send_signal(signal.SIGABRT)
@@ -169,7 +155,7 @@ def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
     if timed_out:
         status, why = TIMED_OUT, f"after {limit_s:.0f} s, at: {last}"
     elif process.returncode < 0:
-        status, why = FAILED, f"ended by {signal.Signals(-process.returncode).name}: see its stacks in log.txt"
+        status, why = FAILED, f"ended by {signal.Signals(-process.returncode).name}: see its stacks in {log.name}"
     elif process.returncode > 0:
         status = FAILED
     elif re.match(r"=* *\d+ skipped(, \d+ (warnings?|deselected))* in ", last):
@@ -199,11 +185,10 @@ def kill_all(variable: str) -> None:
 
 
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write the outcomes so far; the JSON file is replaced at once, so that a killed run leaves a readable file."""
+    """Write the outcomes so far; the file is replaced at once, so that a killed run leaves a readable one."""
     partial = out / ".summary.json"
     partial.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     os.replace(partial, out / "summary.json")
-    (out / "summary.txt").write_text("".join(f"{outcome}\n" for outcome in outcomes))
 
 
 def _environment() -> Mapping[str, str]:
