@@ -14,7 +14,6 @@ from itertools import count
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from deep_opt_states.host import cores
 from deep_opt_states.host.cores import AffinityError, LaunchBinding, allowed_cpus
@@ -77,14 +76,6 @@ def test_running_threads_are_moved_and_restored_and_later_threads_and_programs_i
         assert allowed_cpus() == ALLOWED
 
 
-class AffinityOfLoader(Dataset[list[int]]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> list[int]:
-        return sorted(os.sched_getaffinity(0))
-
-
 def has_cpus(cpus: frozenset[int]) -> int:
     """Return 0 in a process that may use exactly these CPUs."""
     return 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (cpus, cpus) else 1
@@ -92,15 +83,13 @@ def has_cpus(cpus: frozenset[int]) -> int:
 
 @two_cpus
 def test_a_forked_process_may_use_all_cpus_of_its_parent_or_those_of_a_thread_that_bound_itself() -> None:
-    """Check it for processes that load data, and for forks of a thread. The parent's threads keep their affinity."""
+    """Check forks of a thread, as of one that loads data. The parent's threads keep their affinity."""
     codes: list[int] = []
 
     def fork(cpus: frozenset[int]) -> None:
         codes.append(exit_code_of_child(partial(has_cpus, cpus)))
 
     first = LaunchBinding(HIGH)
-    loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    assert list(loader) == [sorted(ALLOWED)] * 4
     with parked():
         second = LaunchBinding(LOW)
     with parked(lambda: fork(ALLOWED)):
