@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,12 +111,11 @@ def make_engine(case: SharingCase, model: torch.nn.Module, block: Block, **chang
     return engine
 
 
-def train(engine: Any, micro_batches: int, before_step: Callable[[int], object] = lambda number: None) -> Record:
+def train(engine: Any, micro_batches: int) -> Record:
     losses = []
     for number in range(micro_batches):
         loss = engine(tokens(dist.get_rank(), number))
         engine.backward(loss)
-        before_step(number)
         engine.step()
         losses.append(loss.item())
     record = Record(optimizer_class=type(engine.optimizer).__name__, numbers={"loss": losses})
