@@ -74,8 +74,7 @@ def parts() -> list[Part]:
         _tests("sanitizer", "test_executor", "sanitizer", limit_s=60),
         _tests("placements", "test_engine", "placements", limit_s=80),
         _tests("long", "test_engine", "long", limit_s=150),
-        _tests("processes", "test_engine", "processes", limit_s=80),
-        _tests("engine", "test_engine", "not placements and not long and not processes", limit_s=150),
+        _tests("engine", "test_engine", "not placements and not long", limit_s=150),
         _tests("streams", "test_streams", "not profile", limit_s=60, runs_beside=False),
         _tests("profile", "test_streams", "profile", limit_s=60, runs_beside=False),
     ]

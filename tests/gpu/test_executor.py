@@ -10,7 +10,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 
 import psutil
 import pytest
@@ -155,37 +156,24 @@ LIMIT_BYTES = 64 * 2**10
 STATES_BYTES = 64 * 2**20
 
 
-@pytest.fixture
-def low_limit() -> Iterator[None]:
-    """Lower the soft memlock limit, which may be raised again."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT_BYTES, hard))
+def is_refused(lock: Callable[[], object]) -> bool:
     try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
-
-
-def is_refused(device: CudaDevice) -> bool:
-    """Return whether the driver refuses to page-lock the states."""
-    states = device.host_slab(STATES_BYTES)
-    try:
-        states.lock()
+        lock()
     except HostMemoryError:
         return True
-    finally:
-        states.close()
     return False
 
 
-@pytest.mark.usefixtures("low_limit")
 def test_a_trial_slightly_above_the_limit_predicts_whether_the_states_can_be_page_locked() -> None:
-    device = CudaDevice(0)
-    # Repeat it, because the trial must release its memory.
-    for _ in range(3):
-        try:
-            check_locking(STATES_BYTES, STATES_BYTES // 16, device, LIMIT_BYTES)
-        except HostMemoryError:
-            assert is_refused(device)
-        else:
-            assert not is_refused(device)
+    device, (soft, hard) = CudaDevice(0), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    trial = partial(check_locking, STATES_BYTES, STATES_BYTES // 16, device, LIMIT_BYTES)
+    # A soft limit may be raised again.
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT_BYTES, hard))
+    try:
+        # Repeat it, because the trial must release its memory.
+        for _ in range(3):
+            states = device.host_slab(STATES_BYTES)
+            assert is_refused(trial) == is_refused(states.lock)
+            states.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
