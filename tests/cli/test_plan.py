@@ -258,16 +258,12 @@ UNMEASURED = profile({**RATES, "matmul_flops_per_s": 3e14, "dram_copy_bytes_per_
 MEASURED = replace(UNMEASURED, provenance=replace(UNMEASURED.provenance, source="measured", host="a", ranks=4))
 
 
-@pytest.fixture(params=["preset", "offloaded", "shared layers", "measured, config and rules"])
+@pytest.fixture(params=["shared layers", "measured, config and rules"])
 def printed(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    if request.param == "preset":
-        return planned(job("gh200", "13B", world_size=16))
-    if request.param == "offloaded":
-        options = {"gpu_memory_gb": 40, "unit_size": 10**8, "tensor_parallel": 2, "attention": "eager"}
-        return planned([*job(**options), "--offload-param", "--no-recompute"])
     if request.param == "shared layers":
-        options = {"world_size": 1, "ranks_per_node": 1, "share_layers": "model.layers", "every": 4}
-        return planned(job("gh200", "13B", gpu_memory_gb=20, unit_size=10**8, **options))
+        options = {"gpu_memory_gb": 70, "unit_size": 10**8, "attention": "eager", "nvme": "6.5,5"}
+        shared = job("gh200", share_layers="model.layers", every=4, **options)
+        return planned([*shared, "--offload-param", "--no-recompute"])
     config, rules, machine = tmp_path / "config.json", tmp_path / "rules.json", write(tmp_path, MEASURED)
     config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
     rules.write_text(json.dumps(RULES))
