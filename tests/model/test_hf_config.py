@@ -35,10 +35,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Gemma-2-9B": config("gemma2", 3584, 14336, 42, 16, 8, 256000, head_dim=256),
     "phi-4": config("phi3", 5120, 17920, 40, 40, 10, 100352, pad_token_id=100349),
     "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024},
-    "pythia-6.9b": {
-        **{"model_type": "gpt_neox", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32},
-        **{"num_attention_heads": 32, "vocab_size": 50432},
-    },
     "Mixtral-8x7B": config("mixtral", 4096, 14336, 32, 32, 8, 32000, num_experts_per_tok=2, num_local_experts=8),
     "gpt-oss-20b": config(
         *("gpt_oss", 2880, 2880, 24, 64, 8, 201088), num_local_experts=32, head_dim=64, num_experts_per_tok=4
@@ -87,7 +83,6 @@ def test_presets_have_the_parameters_and_sizes_that_transformers_builds() -> Non
     [
         ("phi-4", ((40, 10, 128), 17920, 409600, 243, 14_659_507_200), 14_659_507_200),
         ("gpt2-xl", ((25, 25, 64), 6400, 153600, 580, 1_557_611_200), 1_557_611_200),
-        ("pythia-6.9b", ((32, 32, 128), 16384, 262144, 388, 6_857_302_016), 6_857_302_016),
         # Model cards and table 1 of arXiv 2508.10925 round the active parameters.
         ("Mixtral-8x7B", ((32, 8, 128), 28672, 262144, 291, 46_702_792_704), 12.9e9),
         ("gpt-oss-20b", ((64, 8, 64), 11520, 196608, 411, 20_914_757_184), 4.19e9),
@@ -118,7 +113,7 @@ def test_every_parameter_is_counted_and_used_once_in_the_order_of_layers(name: s
     assert {name for name in order if has_weight_decay(name)} == decayed & set(order), "as in the Trainer"
 
 
-@pytest.mark.parametrize("name", list(PUBLISHED)[:6])
+@pytest.mark.parametrize("name", list(PUBLISHED)[:5])
 def test_operations_and_the_order_of_use_are_those_of_a_forward(name: str) -> None:
     """Compare with hooks: attention, feed-forward and norms; inside them, the order of registration is kept."""
     values, tokens, counted, order = small(PUBLISHED[name]), 8, [], []
