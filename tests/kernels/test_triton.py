@@ -248,20 +248,14 @@ def test_tensors_that_fit_are_launched_from_a_multiple_of_16_bytes_on_and_others
     for name in STATES:
         assert getattr(launched, name).data_ptr() % 16 == 0
         assert getattr(launched, name).numel() == element_range.numel + element_range.begin % 4
-    strided = {name: torch.zeros(2 * NUMEL, dtype=tensor.dtype)[::2] for name, tensor in vars(TENSORS).items()}
-    wrong: list[dict[str, torch.Tensor]] = [
-        *({name: tensor} for name, tensor in strided.items()),
-        {"master": TENSORS.master.double()},
-        {"grad": TENSORS.grad.double()},
-        {"exp_avg_sq": torch.zeros(NUMEL + 1)[1:]},  # not aligned
-        {"param": torch.zeros(NUMEL, dtype=torch.bfloat16, device="meta")},
-    ]
-    for change in wrong:
+    wrong = {name: torch.zeros(2 * NUMEL, dtype=tensor.dtype)[::2] for name, tensor in vars(TENSORS).items()}
+    wrong |= {"master": TENSORS.master.double(), "exp_avg_sq": torch.zeros(NUMEL + 1)[1:]}  # not aligned
+    wrong["param"] = torch.zeros(NUMEL, dtype=torch.bfloat16, device="meta")
+    refused = [(replace(TENSORS, **{name: each}).narrow(element_range), element_range) for name, each in wrong.items()]
+    # The kernel begins at the last multiple of 16 bytes, which must be in the same memory.
+    refused.append((TENSORS.narrow(END).map(torch.Tensor.clone), END))
+    refused.append((replace(TENSORS, exp_avg=TENSORS.exp_avg[:-1]), WHOLE))
+    for tensors, refused_range in refused:
         with pytest.raises(AssertionError):
-            adam.update(0, replace(TENSORS, **change).narrow(element_range), element_range)
-    with pytest.raises(AssertionError):
-        adam.update(0, replace(TENSORS, exp_avg=TENSORS.exp_avg[:-1]), WHOLE)
-    with pytest.raises(AssertionError):
-        # The kernel begins at the last multiple of 16 bytes, which must be in the same memory.
-        adam.update(0, TENSORS.narrow(END).map(torch.Tensor.clone), END)
+            adam.update(0, tensors, refused_range)
     assert len(adam.launches) == 1
