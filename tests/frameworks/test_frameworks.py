@@ -192,18 +192,6 @@ def test_the_demo_finds_equal_bits_and_faster_emulated_iterations_and_draws_an_u
 
 
 @pytest.mark.thorough
-def test_the_trainer_trains_beside_autotp_with_its_config(tmp_path: Path) -> None:
-    options = ["--deepspeed_config", "examples/ds_config_tp.json", "--output", str(tmp_path)]
-    script = ["examples/hf_trainer.py", *options, "--steps", "2", "--save_every", "2"]
-    first, second = run_ranks(2, script, timeout_s=300)
-    assert first.returncode == second.returncode == 0, first.output[-3000:]
-    assert re.search(PLAN, first.output)
-    files = {path.name for path in (tmp_path / "checkpoint-2" / "global_step2").iterdir()}
-    shards = {f"zero_pp_rank_0_mp_rank_{rank:02}_model_states.pt" for rank in range(2)}
-    assert shards <= files, "each rank is the only one of its shard"
-
-
-@pytest.mark.thorough
 def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_path: Path) -> None:
     """Check that it runs. It raises if the delinked model does not have the loss of the shared one."""
     (finished,) = run_ranks(1, ["examples/pseudo_to_real.py", "--quick", "--output", str(tmp_path)], timeout_s=300)
