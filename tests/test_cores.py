@@ -62,16 +62,14 @@ def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel() -> None:
         assert format_cpu_list(reversed(cpus)) == text
 
 
-def machine_of(cores_per_node: Sequence[int], smt: int = 1, holes: frozenset[int] = frozenset()) -> tuple[Core, ...]:
+def machine_of(cores_per_node: Sequence[int], smt: int = 1) -> tuple[Core, ...]:
     """Return the cores of a machine with ``cores_per_node`` physical cores on each NUMA node.
 
-    Logical CPUs are numbered by first threads first. The CPUs in ``holes`` are missing.
+    Logical CPUs are numbered by first threads first.
     """
     total = sum(cores_per_node)
     nodes = [node for node, count in enumerate(cores_per_node) for _ in range(count)]
-    cpus = [tuple(core + thread * total for thread in range(smt)) for core in range(total)]
-    remaining = [tuple(cpu for cpu in siblings if cpu not in holes) for siblings in cpus]
-    return tuple(Core(cpus=siblings, node=node) for siblings, node in zip(remaining, nodes, strict=True) if siblings)
+    return tuple(Core(cpus=tuple(range(core, smt * total, total)), node=nodes[core]) for core in range(total))
 
 
 def node_of(
@@ -90,10 +88,6 @@ def shares(places: Sequence[RankPlace], **options: bool | int) -> list[CoreShare
 
 def cpus_of(places: Sequence[RankPlace]) -> list[tuple[int, ...]]:
     return [share.cores + share.launch_cores for share in shares(places)]
-
-
-def physical(places: Sequence[RankPlace], cpus: Sequence[int]) -> set[Core]:
-    return {core for place in places for core in place.cores if set(core.cpus) & set(cpus)}
 
 
 def test_eight_ranks_share_the_cores_of_the_two_sockets_of_their_gpus() -> None:
@@ -190,38 +184,3 @@ def test_more_cpu_threads_than_cpus_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"at most the 3 CPUs .* cgroup limit 3 for this rank\), found 4"):
         choose_cores(node_of(machine_of([8]), [None] * 2, quota=6), 1, on_accelerator=False, cpu_threads=4)
-
-
-HOLES = frozenset({1, 2, 7})
-
-
-@pytest.mark.parametrize("on_accelerator", [True, False])
-@pytest.mark.parametrize(
-    ("cores", "gpu_nodes", "quota"),
-    [
-        (machine_of([1]), [None], None),
-        (machine_of([3], smt=2), [0] * 4, None),
-        (machine_of([8], smt=2, holes=HOLES), [None] * 3, None),
-        (machine_of([5, 3, 7], smt=2, holes=HOLES), [2, 0, 1, 1], None),
-        (machine_of([12, 12]), [0] * 7, None),
-        (machine_of([2, 12]), [0, 1, 0, 1], None),
-        (machine_of([9, 9]), [1, None], 7.5),
-        (machine_of([4, 4], smt=2), [0, 1, 1], 0.3),
-    ],
-)
-def test_shares_use_no_more_than_the_allowed_cores_and_no_core_has_two_ranks_or_both_launches_and_updates(
-    cores: tuple[Core, ...], gpu_nodes: list[int | None], quota: float | None, on_accelerator: bool
-) -> None:
-    places = node_of(cores, gpu_nodes, quota)
-    chosen = shares(places, on_accelerator=on_accelerator)
-    assert sum(share.threads for share in chosen) <= max(len(cores), len(places))
-    assert all(share.cores for share in chosen) == (on_accelerator and len(cores) >= len(places))
-    taken: set[Core] = set()
-    for share, place in zip(chosen, places, strict=True):
-        assert set(share.cores + share.launch_cores) <= place.cpus
-        assert 1 <= share.threads <= (place.quota or len(cores))
-        update, launch = physical(places, share.cores), physical(places, share.launch_cores)
-        assert len(update) == len(share.cores), "two threads are pinned to hyperthread siblings"
-        assert not (update | launch) & taken
-        taken |= update | launch
-        assert not update & launch or len(update) == 1

@@ -150,11 +150,3 @@ def test_the_origin_of_rates_of_the_network_is_stated(tmp_path: Path, capsys: py
     path.write_text(profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12}).to_json())
     assert main(["cluster", *arguments(profile=path)]) == 2
     assert "profile: must be of a machine with a GPU" in capsys.readouterr().err
-
-
-def test_rules_fit_with_the_sums_in_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rules = tmp_path / "rules.json"
-    rules.write_text('[{"match": "model.layers.0.*", "states": "resident"}]')
-    one_gpu = dict.fromkeys(("network_gb_per_s", "node_gb_per_s")) | {"gpus": 1, "ranks_per_node": 1}
-    found = compared(capsys, **one_gpu, profile="l40s", model="13B", global_batch=2, rules=rules)
-    assert {(layout["micro_batch"], layout["fits"]) for layout in found["layouts"]} == {(1, True), (2, True)}

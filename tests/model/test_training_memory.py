@@ -207,24 +207,8 @@ def test_the_predicted_peak_is_that_of_the_published_run(row: dict[str, str]) ->
 TINY = llama("tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=100)
 
 
-def training(sizes: ZeroSizes, *, ranks: int = 1, recompute: bool = True) -> TrainingMemory:
-    return TrainingMemory(job_of(TINY, ranks, micro_batch=2, sequence=50, recompute=recompute), sizes)
-
-
-def test_activations_are_as_summed_by_hand() -> None:
-    kept, tokens = training(ZeroSizes(), recompute=False), 100
-    attention = (8 * 64 + 4 * 64 + 4 * 32) * tokens
-    feed_forward = (8 * 64 + 8 * 128) * tokens
-    assert kept.layer_bytes == attention + feed_forward
-    assert kept.activation_bytes == 2 * kept.layer_bytes + (14 * 100 + 10 * 64) * tokens
-    gradients = (4 * 128 + 4 * 64) * tokens
-    assert kept.in_feed_forward(1) == 2 * kept.layer_bytes + gradients
-    assert kept.in_attention(1) == kept.layer_bytes + attention + 4 * 64 * tokens
-    computed_again = TrainingMemory(replace(kept.job, recompute=True))
-    assert computed_again.in_feed_forward(1) == kept.layer_bytes + gradients + 2 * 2 * 64 * tokens
-    scores = 4 * 50 * tokens
-    eager = TrainingMemory(replace(kept.job, attention="eager"))
-    assert eager.layer_bytes == attention + feed_forward + 4 * 32 * tokens + 6 * scores
+def training(sizes: ZeroSizes, ranks: int = 1) -> TrainingMemory:
+    return TrainingMemory(job_of(TINY, ranks, micro_batch=2, sequence=50), sizes)
 
 
 def test_buckets_and_gathered_parameters_are_as_summed_by_hand() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -130,8 +129,16 @@ def unequal(name: str, values: list[Any]) -> Stack:
     return model
 
 
-def changed(model: Any, change: Callable[[Any], object]) -> Any:
-    change(model)
+def changed(model: Any, place: str, value: object) -> Any:
+    """Return the model with another value at ``place``, such as ``config.use_cache``."""
+    *owners, name = place.split(".")
+    setattr(reduce(getattr, owners, model), name, value)
+    return model
+
+
+def shared() -> Stack:
+    model = Stack(3)
+    share_layers(model, "model.layers")
     return model
 
 
@@ -147,19 +154,6 @@ def scaled_attention() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**shape, scale_attn_by_inverse_layer_idx=True))
 
 
-def partially_freeze(model: Stack) -> None:
-    model.model.layers[1].linear.weight.requires_grad_(False)
-
-
-def set_use_cache(model: LlamaForCausalLM) -> None:
-    """Change the config of a model whose ``generate`` has a config of its own."""
-    model.config.use_cache = False
-
-
-def tie_by_list(model: LlamaForCausalLM) -> None:
-    model._tied_weights_keys = ["lm_head.weight"]
-
-
 RELU, SIGMOID = torch.relu, torch.sigmoid
 WINDOWS = [torch.nn.Buffer(size) for size in torch.tensor([2, 2, 3])]
 
@@ -172,10 +166,10 @@ WINDOWS = [torch.nn.Buffer(size) for size in torch.tensor([2, 2, 3])]
         (partial(Stack, 3), {"every": 3}, "less than the number of layers, 3, found 3"),
         (partial(Stack, 3), {"every": 0}, "at least 1"),
         (partial(Stack, 3), {"scale": "max"}, "found 'max'"),
-        (lambda: changed(Stack(3), partial(share_layers, path="model.layers")), {}, "one layer several times"),
-        (lambda: unequal("linear", [torch.nn.Linear(10, 10, bias=index < 2) for index in range(3)]), {}, "linear"),
-        (lambda: unequal("norm", [torch.nn.Identity(), *(torch.nn.LayerNorm(10) for _ in range(2))]), {}, "norm"),
-        (lambda: changed(Stack(3), partially_freeze), {}, "linear.weight"),
+        (shared, {}, "one layer several times"),
+        (lambda: changed(Stack(3), "model.layers.2.linear", torch.nn.Linear(10, 10, bias=False)), {}, "linear"),
+        (lambda: changed(Stack(3), "model.layers.0.norm", torch.nn.Identity()), {}, "norm"),
+        (lambda: changed(Stack(3), "model.layers.1.linear.weight.requires_grad", False), {}, "linear.weight"),
         (partial(llama, use_cache=True), {}, "use_cache: must be False"),
         (
             # A module without a config around one of Hugging Face, as in models of text and images.
@@ -185,17 +179,10 @@ WINDOWS = [torch.nn.Buffer(size) for size in torch.tensor([2, 2, 3])]
         ),
         (lambda: unequal("activation", [RELU, RELU, SIGMOID]), {}, "activation"),
         (lambda: unequal("sizes", [(1, 2), (1, 2), (1, 3)]), {}, "sizes"),
-        (
-            lambda: unequal("window", WINDOWS),
-            {},
-            "window (shape, dtype, digest of the values)",
-        ),
-        (lambda: changed(llama(use_cache=True), set_use_cache), {}, "generation_config.use_cache: must be False"),
-        (
-            lambda: changed(llama(), tie_by_list),
-            {},
-            "_tied_weights_keys: must be a dict",
-        ),
+        (lambda: unequal("window", WINDOWS), {}, "window (shape, dtype, digest of the values)"),
+        # A model whose ``generate`` has a config of its own.
+        (lambda: changed(llama(use_cache=True), "config.use_cache", False), {}, "generation_config.use_cache: must be"),
+        (lambda: changed(llama(), "_tied_weights_keys", ["lm_head.weight"]), {}, "_tied_weights_keys: must be a dict"),
         (scaled_attention, {"path": "transformer.h"}, "scale_attn_by_inverse_layer_idx"),
         (sliding_windows, {}, "sliding"),
     ],
