@@ -96,7 +96,7 @@ def errors_of_1b() -> Errors:
         job = job_of(shape, **sizes, sequence=setting["context"], recompute=False)
         assert job.shape.numel == setting["parameters"]
         limits = MemoryLimits(gpu=GPU_BYTES[job.micro_batch], host=profile.host_memory_bytes)
-        found = forecast(job, profile, limits, 7_193_856, 16_786_176, 25_179_136)
+        found = forecast(job, profile, limits, 16_786_176)
         stock_s, ours_s = (measured[variant]["iteration"] for variant in ("stock", "ours"))
         stock = outcome(found, "stock")
         errors["stock"].append(stock.iteration_s / stock_s - 1)

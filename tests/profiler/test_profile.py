@@ -199,7 +199,7 @@ def test_a_quantity_is_waived_with_the_reason(device: VirtualDevice) -> None:
     assert waived["h2d_bytes_per_s"].waived == "implausible: the median is 1.05e+15, outside 3e+08 to 2e+12"
 
 
-def test_a_fingerprint_changes_with_everything_that_changes_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_changes_with_everything_that_changes_measurements() -> None:
     about = describe(on_accelerator=False, ranks_on_node=2, threads=THREADS)
 
     def fingerprint_here(**changes: object) -> str:
@@ -207,19 +207,15 @@ def test_a_fingerprint_changes_with_everything_that_changes_measurements(monkeyp
 
     here = fingerprint_here()
     others = {"cpu": "another", "cores": 99, "ranks": 9, "driver": "999.1", "torch": "9.9", "deepspeed": "9.9"}
-    found = [fingerprint_here(provenance=replace(about, **{name: other})) for name, other in others.items()]
-    found += [fingerprint_here(effort=replace(SMALL, budget_s=9)), fingerprint_here(world_size=16)]
-    found.append(fingerprint_here(works_with="b"))
+    changes: list[dict[str, object]] = [{"provenance": replace(about, **{name: each})} for name, each in others.items()]
+    changes += [{"effort": replace(SMALL, budget_s=9)}, {"world_size": 16}, {"works_with": "b"}]
+    found = {here, *(fingerprint_here(**change) for change in changes)}
     other_memory = machine.HostMemory(total_bytes=77, available_bytes=7, limit_bytes=None)
-    for owner, name, other in (
-        (machine, "last_level_cache_bytes", lambda: 77),
-        (machine, "memory", lambda: other_memory),
-        (cache, "METHOD", 99),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, other)
-            found.append(fingerprint_here())
-    assert len({*found, here}) == 13
+    cached, method = mock.Mock(return_value=77), (cache, "METHOD", 99)
+    for patched in (method, (machine, "last_level_cache_bytes", cached), (machine, "memory", lambda: other_memory)):
+        with mock.patch.object(*patched):
+            found.add(fingerprint_here())
+    assert len(found) == 13
     assert fingerprint_here(provenance=replace(about, date="tomorrow", host="twin")) == here
 
 
