@@ -154,12 +154,10 @@ def test_the_ranks_of_a_container_divide_its_quota_and_cores_beyond_it_are_launc
     [
         (1, 2, None, (0,), (1,)),
         (1, 1, None, (0,), (0,)),
-        (3, 1, None, (0, 1), (2,)),
         (4, 1, None, (0, 1), (2, 3)),
         (23, 1, None, tuple(range(21)), (21, 22)),
         (24, 1, None, tuple(range(21)), (21, 22, 23)),
         (4, 2, 1, (0,), (1, 2, 3, 5, 6, 7)),
-        (4, 2, 3, (0, 1, 2), (3, 7)),
         (4, 2, 4, (0, 1, 2, 3), (4, 5, 6, 7)),
         (4, 2, 6, (0, 1, 2, 3, 4, 5), (6, 7)),
         (4, 2, 8, tuple(range(8)), tuple(range(8))),

@@ -137,17 +137,6 @@ def texts_of(path: Path) -> str:
     return "\n".join(lines)
 
 
-# The fragments that docs/upstream.md quotes of the output of each script.
-PRINTED = {row[0].strip("`"): re.findall("`(.+?)`", row[2]) for row in table_rows("docs/upstream.md")[2:]}
-
-
-def test_every_upstream_script_is_short_and_in_its_document_with_its_output() -> None:
-    scripts = sorted((REPOSITORY / "docs" / "upstream").glob("*.py"))
-    assert [script.name for script in scripts] == sorted(PRINTED)
-    assert all(PRINTED.values()), PRINTED
-    assert max(len(script.read_text().splitlines()) for script in scripts) <= 40
-
-
 ACCEPTED = '''
 """Copy states between the host and the accelerator."""
 

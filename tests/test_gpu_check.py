@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,13 +35,11 @@ def extensions_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_make_reports_that_this_machine_has_no_gpu(tmp_path: Path) -> None:
-    command = ["make", "--silent", "gpu-check", f"PYTHON={sys.executable}"]
-    variables = {**os.environ, "OUT": str(tmp_path)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "No GPU: torch.cuda.is_available() is false" in done.stdout
-    assert "make gpu-check PYTHON=python3" in done.stdout
+def test_a_machine_without_a_gpu_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(parts(), tmp_path) == 2
+    shown = capsys.readouterr().out
+    assert "No GPU: torch.cuda.is_available() is false" in shown
+    assert "make gpu-check PYTHON=python3" in shown
     statuses = {name: outcome["status"] for name, outcome in summary(tmp_path).items()}
     assert statuses == {part.name: "WAIVED" for group in parts() for part in group}
 

@@ -23,7 +23,7 @@ LAYERS = {
         zero.guarded_states zero.stage3 zero.plugin activation accelerate_hook doctor cli
     """,
 }
-"""The packages inside both packages. Each may import those before it; ``deep_opt_states`` also imports ``perf_model``."""
+"""The packages inside both packages. Each imports only those before it, and ``deep_opt_states`` also ``perf_model``."""
 
 ORDER = ["perf_model", *(f"{outer}.{name}" for outer, names in LAYERS.items() for name in names.split())]
 

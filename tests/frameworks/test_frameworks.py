@@ -30,7 +30,7 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.training_memory import TrainingMemory
 from perf_model.units import seconds
 from tests.compat.frameworks.same_bits import differences, saved
-from tests.launch import REPOSITORY, environment, free_port, run_ranks, run_together
+from tests.launch import REPOSITORY, environment, free_port, run_together
 from tests.ranks import ranks
 from tests.tiers import thorough
 
@@ -189,17 +189,6 @@ def test_the_demo_finds_equal_bits_and_faster_emulated_iterations_and_draws_an_u
     assert '<p class="verdict">EMULATED: The update costs ' in page
     for shown in (page, finished.stdout):
         assert seconds(plugin_s) in shown
-
-
-@pytest.mark.thorough
-def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_path: Path) -> None:
-    """Check that it runs. It raises if the delinked model does not have the loss of the shared one."""
-    (finished,) = run_ranks(1, ["examples/pseudo_to_real.py", "--quick", "--output", str(tmp_path)], timeout_s=300)
-    assert finished.returncode == 0, finished.output[-3000:]
-    curves = json.loads((tmp_path / "losses.json").read_text())
-    assert [(curve["name"], curve["steps"][-1]) for curve in curves] == [("unshared", 24), ("Pseudo-to-Real", 24)]
-    assert all(curve["losses"][-1] < curve["losses"][0] - 0.5 for curve in curves)
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 SIZES = {"layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336}

@@ -65,9 +65,7 @@ def parts() -> list[list[Part]]:
     """
     measure_no_time = [
         _tests("kernel", "test_kernel", limit_s=260),
-        _tests("executor", "test_executor", "not billion and not sanitizer", limit_s=260),
-        _tests("large", "test_executor", "billion", limit_s=80),
-        _tests("sanitizer", "test_executor", "sanitizer", limit_s=80),
+        _tests("executor", "test_executor", limit_s=260),
         _tests("placements", "test_engine", "placements", limit_s=100),
         _tests("long", "test_engine", "long", limit_s=170),
         _tests("engine", "test_engine", "not placements and not long", limit_s=170),

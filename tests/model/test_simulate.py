@@ -19,7 +19,7 @@ from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.host_layout import SIXTEEN_BIT
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan, place_by_stride
+from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, plan_of, windows
@@ -56,15 +56,6 @@ def test_an_update_takes_the_seconds_that_are_counted_by_hand(
     placements: tuple[Placement, ...], num_slots: int, rates: dict[str, float], expected_s: float
 ) -> None:
     assert predicted_s(plan_of(*placements, num_slots=num_slots), cost(**rates)) == pytest.approx(expected_s)
-
-
-def test_directions_share_their_joint_limit_and_updates_and_copies_host_memory() -> None:
-    # With a joint limit of 12 GB/s instead of 24, two overlapping seconds take twice as long.
-    alone, together = (predicted_s(plan_of(*[STREAMED] * 40, num_slots=4), cost(both=both)) for both in (24e9, 12e9))
-    assert together / alone == pytest.approx(2, rel=0.05)
-    # The CPU step alone moves 28 GB/s, which is all the bandwidth. The bytes of the transfers add to its 12 s.
-    mixed = plan_of(*place_by_stride(Workload.from_numels([0] * 24), 2), num_slots=2)
-    assert predicted_s(mixed, cost(dram=28e9)) >= (12 * (28 + 2) + 12 * (12 + 12)) / 28
 
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
