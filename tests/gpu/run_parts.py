@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -138,8 +137,6 @@ def _run(part: Part, out: Path, variables: Mapping[str, str]) -> Outcome:
         status, why = TIMED_OUT, f"after {part.limit_s:.0f} s, at: {why}"
     elif process.returncode < 0:
         why = f"ended by {signal.Signals(-process.returncode).name}: see its stacks in {log.name}"
-    elif re.match(r"=* *\d+ skipped(, \d+ (warnings?|deselected))* in ", why):
-        status, why = WAIVED, next(line for line in written if line.startswith("SKIPPED"))
     return Outcome(name=part.name, status=status, seconds=time.monotonic() - start_s, why=why)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from perf_model.prediction.memory import MemoryKind
 from perf_model.schedule.workload import STATES
 from tests.gpu.parts import seconds_left
 from tests.ranks import on_ranks, once
@@ -29,8 +28,6 @@ from tests.zero.parity.training import (
     result,
     run_variant,
     same_as_stock,
-    shared_folder,
-    train,
 )
 from tests.zero.process_group import process_group
 
@@ -76,16 +73,6 @@ LONG = Case(
     zero={**OVERLAP, "reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 10**6},
 )
 
-WIDE_UNITS = {"unit_size": 3_000_000}
-WIDE = Case(
-    name="peak memory",
-    blocks=(CPU, {**STREAMED, **WIDE_UNITS, "num_slots": 2}, {**STRIDE_2, **WIDE_UNITS}),
-    widths=(2048,) * 9,
-    sub_group_size=9_000_000,
-    zero={**OVERLAP, "reduce_bucket_size": 5 * 10**6, "stage3_prefetch_bucket_size": 5 * 10**6},
-)
-ROUNDING_BYTES = 2 * 2**20
-"""PyTorch's allocator returns blocks that are up to this much larger than requested."""
 
 # The functions of this part run on a rank, in a process that initializes CUDA.
 
@@ -128,23 +115,6 @@ def page_locked() -> list[list[bool]]:
     return found
 
 
-def peak_memory() -> dict[str, tuple[int, int]]:
-    """Return the bytes of the peak and of the reserved GPU memory of stock and of each block."""
-    found = {}
-    for block in (None, *WIDE.blocks):
-        torch.cuda.empty_cache()
-        before_bytes = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        with shared_folder() as folder, closing_engine(WIDE, block) as engine:
-            train(engine, WIDE, folder)
-            peak_bytes = torch.cuda.max_memory_allocated() - before_bytes
-            reservations = [] if block is None else engine.optimizer.accounting_device.reserved
-            on_gpu = [reservation for reservation in reservations if reservation.kind is MemoryKind.ACCELERATOR]
-            reserved_bytes = sum(reservation.count * reservation.each_bytes for reservation in on_gpu)
-        found["stock" if block is None else str(block)] = (peak_bytes, reserved_bytes)
-    return found
-
-
 GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     "placements": {str(block): partial(placement, block) for block in PLACEMENTS.blocks},
     "long": {
@@ -154,7 +124,6 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
     "engine": {
         **{case.name: partial(same_as_stock, case) for case in COMPARED},
         "page-locked": page_locked,
-        WIDE.name: peak_memory,
     },
 }
 """The cases that share a process, since starting one takes seconds."""
@@ -232,14 +201,6 @@ def test_the_states_in_host_memory_are_page_locked_until_destroy() -> None:
     found = result_of("engine", "page-locked")
     assert min(map(len, found)) > 10, "masters and moments of several sub-groups"
     assert [set(locked) for locked in found] == [{True}, {False}] * 2
-
-
-def test_the_peak_of_gpu_memory_is_at_most_that_of_stock_plus_the_reserved_memory() -> None:
-    """Check that gradients on their way to the host use only memory that was reserved at the start."""
-    found = result_of("engine", WIDE.name)
-    stock_bytes, _ = found.pop("stock")
-    for block, (peak_bytes, reserved_bytes) in found.items():
-        assert peak_bytes <= stock_bytes + reserved_bytes + ROUNDING_BYTES, block
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the test needs two GPUs")
