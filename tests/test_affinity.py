@@ -134,20 +134,6 @@ def test_of_two_bindings_the_latest_is_in_force(first_in_first_out: bool) -> Non
         assert os.sched_getaffinity(early) == LOW, "it has bound itself in the meantime"
 
 
-@two_cpus
-def test_pytorch_uses_at_most_one_thread_per_cpu_of_the_binding() -> None:
-    before, found = torch.get_num_threads(), []
-    torch.set_num_threads(3)
-    try:
-        first, second = LaunchBinding(HIGH), LaunchBinding(LOW | HIGH)
-        for binding in (second, first):
-            found.append(torch.get_num_threads())
-            binding.release()
-        assert [*found, torch.get_num_threads()] == [2, 1, 3]
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, frozenset[int]]]:
     """Replace the kernel by one with 8 CPUs, and yield the affinity of each thread; one that has ended has none."""
@@ -167,15 +153,21 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, frozenset[int]]
 def test_a_bound_thread_keeps_the_cpus_that_the_binding_allows_and_one_that_ends_is_ignored(
     masks: dict[int, frozenset[int]],
 ) -> None:
+    """Check also that PyTorch uses at most one thread per CPU of the binding."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(5)
     with parked() as near, parked() as far, parked() as ended, parked() as ending:
         masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1}), ended: frozenset()}
         binding = LaunchBinding({2, 3, 4})
         found = [masks[tid] for tid in (os.getpid(), near, far, ending)]
         assert found == [{2, 3, 4}, {2, 3}, {2, 3, 4}, {2, 3, 4}]
+        assert torch.get_num_threads() == 3
         masks[ending] = frozenset()
         binding.release()
         assert [masks[tid] for tid in (os.getpid(), near, far)] == [set(range(8)), {1, 2, 3}, {0, 1}]
         assert masks[ending] == masks[ended] == set()
+        assert torch.get_num_threads() == 5
+    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.P6

@@ -143,9 +143,7 @@ def test_a_long_wait_is_logged_ever_more_rarely_until_it_ends(
     assert len(lines) == 4
 
 
-def test_a_lock_is_explained_by_the_process_that_has_it_or_by_its_age_and_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_explained_by_the_process_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     lock = tmp_path / "a folder" / "lock"
     lock.parent.mkdir()
@@ -159,12 +157,6 @@ def test_a_lock_is_explained_by_the_process_that_has_it_or_by_its_age_and_the_re
         assert waiting._explain_lock(lock) is None, "rank 0 of the node speaks"
     finally:
         builder.communicate(b"\n")
-    monkeypatch.delenv("LOCAL_RANK")
-    os.utime(lock, (0, lock.stat().st_mtime - 2 * 24 * 3600))
-    text = str(waiting._explain_lock(lock))
-    assert text.startswith(f"Its lock {lock} is 2 days, 0:00:")
-    assert "a build that was killed has left it" in text
-    assert text.endswith(f"rm '{lock}'")
 
 
 @pytest.mark.P6
@@ -184,7 +176,8 @@ def test_whoever_loads_an_extension_is_told_of_its_lock(tmp_path: Path, monkeypa
     with pytest.raises(ImportError):
         cpp_extension.load("an_op_of_deepspeed", [str(source)])
     assert warnings[0].startswith("compiling or loading the extension an_op_of_deepspeed: 0 s so far. Its lock ")
-    assert str(lock) in warnings[0]
+    assert "a build that was killed has left it" in warnings[0]
+    assert warnings[0].endswith(f"rm {lock}")
     assert ended.wait(timeout=60), "the watcher ends with the wait"
 
 

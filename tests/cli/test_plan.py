@@ -14,7 +14,7 @@ from perf_model.prediction.hardware import REQUIRED, HardwareProfile
 from perf_model.presets.comparison import LARGER_MODELS
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.units import significant
+from perf_model.units import significant, size_of
 from tests.cli.planning import job, planned, printed_plan, words_of
 from tests.model.profiles import RATES, profile
 
@@ -89,6 +89,9 @@ def test_options_of_the_training_run_and_the_machine_are_planned_for() -> None:
     slower = planned(job("rtx4090", "7B", cores=8, host_bandwidth_gb_per_s=40, link_gb_per_s=20, unit_size=10**8))
     assert slower["predicted"]["update_s"] > planned(job("rtx4090", "7B", unit_size=10**8))["predicted"]["update_s"]
     assert "given by the user: cores 8, host_bandwidth_gb_per_s 40, link_gb_per_s 20" in str(slower["inputs"])
+    kept = planned(job(unit_size=10**8, states="bf16-masters"))["baselines"]["no_offload"]
+    assert kept["why"] == "DeepSpeed offloads bf16 master weights whose moments are fp32"
+    assert size_of(10**9, None) == "1.0 GB (limit unknown)"
 
 
 def test_shared_layers_are_planned_for_with_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +228,8 @@ def test_units_in_rules_have_the_placement_of_their_rule_and_name_it(
     shown = words_of([*arguments, "--units"], capsys)
     assert "cpu rule '*.mlp.*'" in shown
     assert "more rows; --json prints every unit" in shown
+    streamed = planned(job(rules=write(tmp_path, [{"match": "*", "states": "streamed"}]), gpu_memory_gb=40))
+    assert streamed["deepspeed_config"]["deep_optimizer_states"]["num_slots"] >= 1
 
 
 # Disks

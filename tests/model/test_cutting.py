@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -83,19 +81,6 @@ def test_sub_groups_of_one_layer_share_a_unit_while_they_fit() -> None:
     groups = form_sub_groups([Partition(f"layers.{layer}.{name}", 1000) for layer in range(2) for name in "qkvo"], 0)
     for size, numels in {4000: [4000, 4000], 3500: [3000, 1000] * 2, 999: [512, 488] * 8}.items():
         assert [unit.numel for unit in cut_into_units(groups, size).units] == numels
-
-
-@given(groups_of(aligned), unit_sizes)
-def test_a_layer_that_fits_is_never_cut(groups: list[list[Partition]], size: int) -> None:
-    groups = [[replace(partition, is_persistent=False) for partition in group] for group in groups]
-    borders = {(run.sub_group, run.begin) for unit in cut_into_units(groups, size).units for run in unit.ranges}
-    for sub_group, group in enumerate(groups):
-        begin = 0
-        for _, of_layer in groupby(group, key=lambda partition: layer_of(partition.name)):
-            numel = length(list(of_layer))
-            if numel <= size:
-                assert not any((sub_group, begin + inside) in borders for inside in range(1, numel))
-            begin += numel
 
 
 # Rules by name
