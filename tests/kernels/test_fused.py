@@ -309,21 +309,6 @@ def test_the_search_distinguishes_all_arithmetics_that_compute_differently(dtype
         assert torch.equal(bits_of_one, bits_of_other) == is_same, (one, other)
 
 
-@EACH_DTYPES
-def test_tensors_that_do_not_fit_are_refused_by_the_fused_kernel(dtypes: StateDtypes) -> None:
-    tensors = in_dtypes(random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)[0], dtypes)
-    kernel = fused(dtypes=dtypes)
-    kernel.begin_step([STEP])
-    wrong = {"exp_avg": tensors.exp_avg[:-1], "master": tensors.master.double(), "grad": tensors.grad.double()}
-    wrong["exp_avg_sq"] = torch.zeros(128, dtype=tensors.exp_avg_sq.dtype)[::2]
-    wrong["param"] = torch.zeros(63 if dtypes is FP32_STATES else 64)
-    for name, tensor in wrong.items():
-        with pytest.raises(AssertionError):
-            kernel.update(0, replace(tensors, **{name: tensor}))
-    with pytest.raises(AssertionError):
-        kernel.update(0, tensors, ElementRange(begin=0, end=63, sub_group_numel=64))
-
-
 # Threads
 
 

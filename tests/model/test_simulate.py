@@ -19,18 +19,12 @@ from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.host_layout import SIXTEEN_BIT
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, plan_of, windows
 from tests.model.strategies import schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-
-
-def predicted_s(update_plan: UpdatePlan, model: CostModel) -> float:
-    """Return the predicted seconds of the update without windows."""
-    return simulate(update_plan.schedule, update_plan.workload, model).end_s
 
 
 OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
@@ -55,7 +49,8 @@ OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
 def test_an_update_takes_the_seconds_that_are_counted_by_hand(
     placements: tuple[Placement, ...], num_slots: int, rates: dict[str, float], expected_s: float
 ) -> None:
-    assert predicted_s(plan_of(*placements, num_slots=num_slots), cost(**rates)) == pytest.approx(expected_s)
+    update_plan = plan_of(*placements, num_slots=num_slots)
+    assert simulate(update_plan.schedule, update_plan.workload, cost(**rates)).end_s == pytest.approx(expected_s)
 
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
