@@ -12,17 +12,7 @@ from benchmarks.emulated.arms import PLANNED
 from benchmarks.gpu import rows_of
 from benchmarks.gpu.arms import ArmJob, bits_jobs
 from benchmarks.gpu.processes import ArmOutcome
-from benchmarks.harness.rows import (
-    BENCHMARKS,
-    COST,
-    COST_SHARE,
-    EMULATED,
-    RESULTS,
-    RETAINED,
-    Row,
-    last_rows,
-    read_rows,
-)
+from benchmarks.harness.rows import BENCHMARKS, COST, COST_SHARE, EMULATED, RESULTS, RETAINED, Row, last_rows, read_rows
 from benchmarks.harness.variants import NO_OFFLOAD, STOCK
 from benchmarks.report import AIMS, CHART, report
 from tests.launch import run_ranks

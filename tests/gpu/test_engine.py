@@ -22,13 +22,7 @@ from tests.gpu.parts import seconds_left
 from tests.ranks import on_ranks, once
 from tests.zero.parity.case import CPU, EVERY_PLACEMENT, RESIDENT, SERIAL, STREAMED, STRIDE_2, Case, by_sub_group
 from tests.zero.parity.cases import CASES
-from tests.zero.parity.training import (
-    closing_engine,
-    differences,
-    result,
-    run_variant,
-    same_as_stock,
-)
+from tests.zero.parity.training import closing_engine, differences, result, run_variant, same_as_stock
 from tests.zero.process_group import process_group
 
 PLUGIN, STOCK = "DeepOptimizerStates_Stage3", "DeepSpeedZeroOptimizer_Stage3"

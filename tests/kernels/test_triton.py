@@ -20,19 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from deep_opt_states.device.kernels import triton_kernel
-from deep_opt_states.device.kernels.adam import (
-    BF16_MASTERS,
-    BF16_STATES,
-    FP32_STATES,
-    StateDtypes,
-)
+from deep_opt_states.device.kernels.adam import BF16_MASTERS, BF16_STATES, FP32_STATES, StateDtypes
 from deep_opt_states.device.kernels.arithmetic import Arithmetic, Tail
 from deep_opt_states.device.kernels.triton_adam import BlockShape, TritonAdam
 from deep_opt_states.device.kernels.triton_kernel import OPTIONS, update
-from tests.kernels.adam_steps import (
-    GRADS,
-    PARAMS,
-)
+from tests.kernels.adam_steps import GRADS, PARAMS
 
 CAPABILITIES = (80, 90, 100, 120)
 """The compute capabilities of A100, of H100 and H200, of B200, and of the Blackwell GPUs of workstations."""
