@@ -48,6 +48,7 @@ FILES: dict[str, tuple[str, bytes]] = {
     # ``tests/test_config.py`` has more of them.
     "rules are a number": ("rules", b"3"),
     "pattern matches nothing": ("rules", b'[{"match": "lm_heads", "states": "cpu"}]'),
+    "profile is empty": ("profile", b""),
     "config.json is a profile": ("model", MACHINES["h100-pcie5"].profile(4).to_json().encode()),
     "width is text": ("model", json.dumps({**LLAMA, "hidden_size": "4096"}).encode()),
 }

@@ -202,6 +202,12 @@ def test_when_nothing_fits_the_error_names_what_takes_less_memory(
     assert [text for text in expected if text not in output.err] == []
 
 
+def test_where_the_cpu_trains_no_gpu_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = words_of([*job(write(tmp_path, CPU_ONLY), "7B", host_memory_gb=400), "--units", "--explain"], capsys)
+    assert "without offloading is not predicted: the CPU is the only accelerator" in shown
+    assert "memory per GPU" not in shown
+
+
 RULES: list[dict[str, Any]] = [
     {"match": "*.mlp.*", "states": "cpu"},
     {"match": "lm_head.*", "states": "resident"},
