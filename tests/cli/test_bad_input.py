@@ -81,6 +81,7 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "no such preset": (plan(profile="rtx409"), "\nOr plan for a preset: rtx4090"),
     "no config": (plan(model="none.json"), "A model must be a preset or a readable config.json, found none.json"),
     "no rules": (plan(rules="none.json"), "--rules: must be a readable file with a JSON list, found none.json: "),
+    "a unit of parameters": ([*PARAMS, "32GB"], "32GB"),
     "model and parameters": ([*plan(), "--params", "32e9"], "not allowed with"),
     "few parameters": ([*PARAMS, "7"], "found 7"),
     "too many layers": ([*PARAMS, "1e9", "--layers", "90", "--hidden", "9000"], "found"),

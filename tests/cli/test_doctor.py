@@ -66,6 +66,7 @@ FINDINGS: list[tuple[Callable[..., Finding], tuple[object, ...], Status, str]] =
     (partial(doctor.check_hook, has_entry_point=False, is_active=True), (None,), FAIL, ""),
     (partial(doctor.check_hook, has_entry_point=True, is_active=False), ("1",), FAIL, ""),
     (doctor.check_switch, ("0",), WARN, ""),
+    (doctor.check_switch, ("false",), WARN, "false"),
     (partial(doctor.check_memlock, has_cuda=True), (8 * 2**20,), WARN, ""),
     (partial(doctor.check_memlock, has_cuda=True), (None,), OK, "unlimited"),
     (partial(doctor.check_memlock, has_cuda=False), (8 * 2**20,), OK, "nothing is pinned"),
