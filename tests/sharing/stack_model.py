@@ -8,6 +8,7 @@ from typing import Any, Literal
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,8 +117,12 @@ def train(engine: Any, micro_batches: int) -> Record:
     for number in range(micro_batches):
         loss = engine(tokens(dist.get_rank(), number))
         engine.backward(loss)
+        if number == micro_batches - 1:
+            named = dict(engine.module.named_parameters())
+            gradients = {f"gradient of {name}": safe_get_full_grad(param).clone() for name, param in named.items()}
         engine.step()
         losses.append(loss.item())
     record = Record(optimizer_class=type(engine.optimizer).__name__, numbers={"loss": losses})
     collect(engine.optimizer, record)
+    record.tensors.update(gradients)
     return record

@@ -62,8 +62,8 @@ def test_shared_layers_train_as_with_stock_and_are_used_once_per_layer() -> None
         assert_same_bits(stock, ours)
         path, before, in_layer, after = names_of(case)
         layers = [[f"{path}.{layer}.{name}" for name in in_layer] for layer in range(case.every)]
-        # The states, the 16-bit parameters and the partitions.
-        assert len(stock.tensors) == 5 * len([*before, *chain.from_iterable(layers), *after]), case
+        # The states, the 16-bit parameters, the partitions and the last gradients.
+        assert len(stock.tensors) == 6 * len([*before, *chain.from_iterable(layers), *after]), case
         # Forward, and no recomputation in backward, uses the shared parameters once per layer.
         of_layers = chain.from_iterable(layers[layer % case.every] for layer in range(case.layers))
         assert uses == [*before, *of_layers, *after]
