@@ -53,8 +53,7 @@ class ForkServer:
         """Fork a process that runs ``module`` as ``__main__``; raise ``RuntimeError`` if the server has ended."""
         output, their_output = os.pipe()
         status, their_status = os.pipe()
-        request = {"module": module, "arguments": arguments, "environment": environment}
-        message = json.dumps({**request, "ignores_sigint": _ignores_sigint()}).encode()
+        message = json.dumps({"module": module, "arguments": arguments, "environment": environment}).encode()
         try:
             socket.send_fds(self._requests, [message], [their_output, their_status])
         finally:
@@ -90,16 +89,6 @@ class ForkedProcess:
         return int(line)
 
 
-def _ignores_sigint() -> bool:
-    """Return whether processes that this one starts ignore SIGINT, for example in the background of a shell.
-
-    Libraries may have changed that without Python, so ``signal.getsignal`` does not show it.
-    """
-    with open("/proc/self/status") as status:
-        (mask,) = (line.split()[1] for line in status if line.startswith("SigIgn:"))
-    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
-
-
 def import_all() -> None:
     """Import and load everything that an engine needs, also the parts that DeepSpeed imports when an engine is made."""
     from deepspeed.comm.torch import build_shm_op
@@ -133,8 +122,8 @@ def _become(request: dict[str, Any], output: int) -> None:
         del os.environ[name]
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
-    # A fresh interpreter inherits an ignored signal, for example if pytest runs in the background of a shell.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignores_sigint"] else signal.default_int_handler)
+    # Ignored by the server if pytest runs in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # As in fresh interpreters, ranks that do not set a seed draw different numbers.
     numpy.random.seed()
     torch.default_generator.seed()

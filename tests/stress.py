@@ -1,7 +1,7 @@
 """Search for races with new random seeds until the time is over: ``make stress MINUTES=10``.
 
 A round is a function of its seed. The first failure ends the search. It is printed with the seed that repeats it; a
-schedule is shrunk to the part that is needed to fail. With ``--only``, the rounds consist of one kind of search.
+schedule is shrunk to the part that is needed to fail.
 """
 
 from __future__ import annotations
@@ -85,22 +85,18 @@ SEARCHES = (schedules, engine, delays, sequences)
 
 def main(arguments: list[str] | None = None) -> int:
     """Search with successive seeds until the time is over. Return the exit code: 1 after a failure."""
-    choices = {search.__name__: search for search in SEARCHES}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="start no new round after this many minutes")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: random)")
-    parser.add_argument("--only", choices=choices, help="the search of each round (default: all)")
     options = parser.parse_args(arguments)
     first = seed = random.randrange(10**6) if options.seed is None else options.seed
     end_s = time.monotonic() + 60 * options.minutes
     while seed == first or time.monotonic() < end_s:
-        for search in [choices[options.only]] if options.only else SEARCHES:
+        for search in SEARCHES:
             print(f"seed {seed}: {search.__name__} ...", flush=True)
             problem = search(seed)
             if problem is not None:
-                alone = f"python -m tests.stress --minutes 0 --seed {seed} --only {options.only}"
-                repeat = alone if options.only else f"make stress SEED={seed} MINUTES=0"
-                print(f"{problem}\nFAILED: {search.__name__} with seed {seed}. Repeat with: {repeat}")
+                print(f"{problem}\nFAILED: {search.__name__}. Repeat with: make stress SEED={seed} MINUTES=0")
                 return 1
         seed += 1
     print(f"no failure in {seed - first} rounds, with seeds {first} to {seed - 1}")

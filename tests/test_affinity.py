@@ -14,7 +14,6 @@ from itertools import count
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from deep_opt_states.host import cores
 from deep_opt_states.host.cores import AffinityError, LaunchBinding, allowed_cpus
@@ -77,14 +76,6 @@ def test_running_threads_are_moved_and_restored_and_later_threads_and_programs_i
         assert allowed_cpus() == ALLOWED
 
 
-class AffinityOfLoader(Dataset[list[int]]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> list[int]:
-        return sorted(os.sched_getaffinity(0))
-
-
 def has_cpus(cpus: frozenset[int]) -> int:
     """Return 0 in a process that may use exactly these CPUs."""
     return 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (cpus, cpus) else 1
@@ -92,15 +83,13 @@ def has_cpus(cpus: frozenset[int]) -> int:
 
 @two_cpus
 def test_a_forked_process_may_use_all_cpus_of_its_parent_or_those_of_a_thread_that_bound_itself() -> None:
-    """Check it for processes that load data, and for forks of a thread. The parent's threads keep their affinity."""
+    """Check forks of a thread, as of one that loads data. The parent's threads keep their affinity."""
     codes: list[int] = []
 
     def fork(cpus: frozenset[int]) -> None:
         codes.append(exit_code_of_child(partial(has_cpus, cpus)))
 
     first = LaunchBinding(HIGH)
-    loader = DataLoader(AffinityOfLoader(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    assert list(loader) == [sorted(ALLOWED)] * 4
     with parked():
         second = LaunchBinding(LOW)
     with parked(lambda: fork(ALLOWED)):
@@ -145,20 +134,6 @@ def test_of_two_bindings_the_latest_is_in_force(first_in_first_out: bool) -> Non
         assert os.sched_getaffinity(early) == LOW, "it has bound itself in the meantime"
 
 
-@two_cpus
-def test_pytorch_uses_at_most_one_thread_per_cpu_of_the_binding() -> None:
-    before, found = torch.get_num_threads(), []
-    torch.set_num_threads(3)
-    try:
-        first, second = LaunchBinding(HIGH), LaunchBinding(LOW | HIGH)
-        for binding in (second, first):
-            found.append(torch.get_num_threads())
-            binding.release()
-        assert [*found, torch.get_num_threads()] == [2, 1, 3]
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, frozenset[int]]]:
     """Replace the kernel by one with 8 CPUs, and yield the affinity of each thread; one that has ended has none."""
@@ -178,15 +153,21 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, frozenset[int]]
 def test_a_bound_thread_keeps_the_cpus_that_the_binding_allows_and_one_that_ends_is_ignored(
     masks: dict[int, frozenset[int]],
 ) -> None:
+    """Check also that PyTorch uses at most one thread per CPU of the binding."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(5)
     with parked() as near, parked() as far, parked() as ended, parked() as ending:
         masks |= {near: frozenset({1, 2, 3}), far: frozenset({0, 1}), ended: frozenset()}
         binding = LaunchBinding({2, 3, 4})
         found = [masks[tid] for tid in (os.getpid(), near, far, ending)]
         assert found == [{2, 3, 4}, {2, 3}, {2, 3, 4}, {2, 3, 4}]
+        assert torch.get_num_threads() == 3
         masks[ending] = frozenset()
         binding.release()
         assert [masks[tid] for tid in (os.getpid(), near, far)] == [set(range(8)), {1, 2, 3}, {0, 1}]
         assert masks[ending] == masks[ended] == set()
+        assert torch.get_num_threads() == 5
+    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.P6

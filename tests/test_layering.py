@@ -6,103 +6,29 @@ import ast
 import collections
 import graphlib
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.launch import REPOSITORY
 
 PACKAGES = ("perf_model", "deep_opt_states")
 
-OF_PERF_MODEL = """
-.:
-units:
-json_input:
-schedule: json_input units
-prediction: json_input schedule units
-planner: prediction schedule
-plan_request: planner prediction schedule units
-training_run: json_input plan_request prediction schedule units
-cluster: prediction presets training_run
-presets: prediction schedule training_run units
-cli: cluster json_input planner prediction presets schedule training_run units
-__main__: cli
-"""
-"""The packages of ``perf_model`` that each of its packages may import, without ``perf_model.``; "." is the package."""
-
-OF_DEEP_OPT_STATES = """
-.: activation names
-activation: config log names zero.enabled zero.plugin zero.start
-names:
-accelerate_hook: activation names zero.enabled zero.start
-log:
-waiting: log
-config: names model.json_input model.prediction model.schedule model.units
-host: config names
-device:
-runtime: device model.prediction model.schedule
-files:
-sharing: files model.json_input
-report: files log model.json_input model.prediction model.schedule model.units
-profiler: device files host waiting model.prediction model.schedule
-zero:
-zero.internals: log names runtime waiting model.schedule
-zero.step: device log names runtime zero.internals model.plan_request model.prediction model.schedule model.units
-zero.start: config device host log names profiler report runtime waiting zero.internals zero.step model.plan_request
-    model.planner model.prediction model.schedule model.units
-zero.assigned_states: runtime zero.checkpoint_contents model.schedule
-zero.guarded_states: log zero.assigned_states zero.checkpoint_contents zero.checkpoint_saving zero.internals
-    zero.start zero.step
-zero.stage3: config device report runtime zero.assigned_states zero.guarded_states zero.internals zero.start
-    zero.step model.prediction model.schedule
-zero.checkpoint_contents: zero.internals
-zero.checkpoint_saving: zero.internals model.units
-zero.checkpoint_check: zero.checkpoint_contents zero.internals
-zero.enabled: config log names
-zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.enabled zero.internals zero.stage3
-    zero.start zero.step
-doctor: activation device host names waiting zero.internals model.prediction model.units
-cli: config doctor files names profiler report sharing zero.start model.cli model.prediction model.training_run
-"""
-"""The same for ``deep_opt_states``; ``model`` is ``perf_model``."""
-
-
-def allowed_imports(package: str, table: str) -> dict[str, set[str]]:
-    """Return the packages that each package of the table may import. A package may always import itself."""
-
-    def full_name(name: str) -> str:
-        head, _, tail = name.partition(".")
-        return f"perf_model.{tail}" if head == "model" else f"{package}.{name}".rstrip(".")
-
-    rows = [row.partition(":") for row in table.strip().replace("\n    ", " ").splitlines()]
-    return {full_name(name): set(map(full_name, allowed.split())) for name, _, allowed in rows}
-
-
-MAY_IMPORT = allowed_imports("perf_model", OF_PERF_MODEL) | allowed_imports("deep_opt_states", OF_DEEP_OPT_STATES)
-
-THIRD_PARTY: dict[str, set[str]] = {
-    "perf_model": {"matplotlib", "rich"},
-    # The model of a config.json is built by transformers, when one is read.
-    "perf_model.training_run": {"torch", "transformers"},
-    "deep_opt_states.activation": {"wrapt"},
-    "deep_opt_states.config": {"pydantic"},
-    "deep_opt_states.accelerate_hook": {"wrapt"},
-    "deep_opt_states.waiting": {"torch", "wrapt"},
-    "deep_opt_states.device": {"torch", "deepspeed", "numpy", "triton"},
-    "deep_opt_states.runtime": {"torch"},
-    "deep_opt_states.report": {"jinja2"},
-    "deep_opt_states.sharing": {"torch"},
-    "deep_opt_states.zero": {"torch", "deepspeed", "packaging"},
-    "deep_opt_states.host": {"psutil", "torch"},
-    # The profiler uses DeepSpeed's Adam op, which no training has constructed yet.
-    "deep_opt_states.profiler": {"torch", "deepspeed"},
-    "deep_opt_states.doctor": {"torch", "deepspeed", "packaging"},
-    "deep_opt_states.cli": {"rich", "deepspeed", "hjson"},
+LAYERS = {
+    "perf_model": """
+        units json_input schedule prediction planner plan_request training_run presets cluster cli __main__
+    """,
+    "deep_opt_states": """
+        names device log files sharing waiting config runtime report zero.enabled host zero.internals profiler
+        zero.checkpoint_contents zero.checkpoint_saving zero.checkpoint_check zero.step zero.assigned_states zero.start
+        zero.guarded_states zero.stage3 zero.plugin activation accelerate_hook doctor cli
+    """,
 }
-"""The third-party packages that each package, or the packages inside it, may import."""
+"""The packages inside both packages. Each imports only those before it, and ``deep_opt_states`` also ``perf_model``."""
+
+ORDER = ["perf_model", *(f"{outer}.{name}" for outer, names in LAYERS.items() for name in names.split())]
 
 
 def package_of(module: str) -> str:
-    """Return the key of ``module`` in ``MAY_IMPORT``: ``deep_opt_states.zero.step`` for ``...zero.step.gradients``."""
+    """Return the package of ``module`` in ``LAYERS``: ``deep_opt_states.zero.step`` for ``...zero.step.gradients``."""
     parts = module.split(".")
     return ".".join(parts[:3] if parts[:2] == ["deep_opt_states", "zero"] else parts[:2])
 
@@ -133,26 +59,13 @@ IMPORTS = {name_of(path): imports_of(path) for package in PACKAGES for path in (
 
 
 def test_a_module_imports_only_packages_that_its_package_may_import() -> None:
+    assert {package_of(module) for module in IMPORTS} - {"deep_opt_states", "deep_opt_states.zero"} == {*ORDER}
+    # What users import from the package itself, and from ``zero``, starts everything.
+    places = {package: place for place, package in enumerate([*ORDER, "deep_opt_states.zero", "deep_opt_states"])}
     for module, names in IMPORTS.items():
-        package = package_of(module)
-        third_party = [allowed for outer, allowed in THIRD_PARTY.items() if f"{package}.".startswith(f"{outer}.")]
         for name in names:
             if name.split(".")[0] in PACKAGES:
-                assert package_of(name) in MAY_IMPORT[package] | {package}, f"{module} imports {name}"
-            elif name.split(".")[0] not in sys.stdlib_module_names:
-                assert name.split(".")[0] in set().union(*third_party), f"{module} imports {name}"
-
-
-def test_every_package_uses_all_that_it_may_import() -> None:
-    used: dict[str, set[str]] = collections.defaultdict(set)
-    for module, names in IMPORTS.items():
-        for name in names:
-            ours = name.split(".")[0] in PACKAGES
-            used[package_of(module)].add(package_of(name) if ours else name.split(".")[0])
-    assert {package: found for package, allowed in MAY_IMPORT.items() if (found := allowed - used[package])} == {}
-    for outer, allowed in THIRD_PARTY.items():
-        inside = [packages for package, packages in used.items() if f"{package}.".startswith(f"{outer}.")]
-        assert allowed - set().union(*inside) == set(), outer
+                assert places[package_of(name)] <= places[package_of(module)], f"{module} imports {name}"
 
 
 def test_one_place_imports_deepspeed_triton_torch_or_starts_programs() -> None:
@@ -163,7 +76,9 @@ def test_one_place_imports_deepspeed_triton_torch_or_starts_programs() -> None:
     in_device = importers("deepspeed", inside="deep_opt_states.device")
     assert all(module.startswith("deep_opt_states.device.kernels") for module in in_device)
     assert importers("triton") == {"deep_opt_states.device.kernels.triton_kernel"}
-    assert importers("torch", "transformers", inside="perf_model") == {"perf_model.training_run.hf_config"}
+    # The model of a config.json is built by transformers, when one is read.
+    users = importers("torch", "transformers", "deepspeed", inside="perf_model")
+    assert users == {"perf_model.training_run.hf_config"}
     assert importers("subprocess", "multiprocessing", inside="perf_model") == set()
 
 

@@ -67,33 +67,26 @@ def test_rank_0_logs_everything_and_other_ranks_only_what_concerns_them(
     assert lines_of_each(capsys) == [*others, "ValueError: broken"]
 
 
-def test_a_framework_whose_loggers_drop_the_information_of_others_keeps_our_lines(
+class DropsInfo(logging.Logger):
+    """A framework's class of loggers, such as axolotl's, which drops the information of others."""
+
+    def isEnabledFor(self, level: int) -> bool:
+        return level > logging.INFO
+
+
+def test_the_rank_is_still_known_at_exit_and_no_class_of_loggers_drops_our_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class DropsInfo(logging.Logger):
-        """A class of loggers such as axolotl's."""
-
-        def __init__(self, name: str) -> None:
-            super().__init__(name)
-            self.addFilter(lambda record: record.levelno > logging.INFO)
-
     monkeypatch.delitem(logging.Logger.manager.loggerDict, "deep_opt_states")
     monkeypatch.setattr(logging, "_loggerClass", DropsInfo)
-    log.info("for all")
-    assert logging.getLoggerClass() is DropsInfo
-    assert capsys.readouterr().out == "[deep_opt_states] for all\n"
-
-
-def test_the_rank_is_still_known_at_exit_when_there_is_no_group_any_more(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     log.info("in training")
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     log.info("the summary")
-    log.warn_this_rank("late")
-    assert capsys.readouterr().out == "[deep_opt_states] WARNING: rank 2: late\n"
+    log.info_this_rank("late")
+    assert logging.getLoggerClass() is DropsInfo
+    assert capsys.readouterr().out == "[deep_opt_states] rank 2: late\n"
 
 
 def test_a_handler_and_a_level_of_the_user_take_the_place_of_ours(
@@ -150,9 +143,7 @@ def test_a_long_wait_is_logged_ever_more_rarely_until_it_ends(
     assert len(lines) == 4
 
 
-def test_a_lock_is_explained_by_the_process_that_has_it_or_by_its_age_and_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_explained_by_the_process_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     lock = tmp_path / "a folder" / "lock"
     lock.parent.mkdir()
@@ -166,12 +157,6 @@ def test_a_lock_is_explained_by_the_process_that_has_it_or_by_its_age_and_the_re
         assert waiting._explain_lock(lock) is None, "rank 0 of the node speaks"
     finally:
         builder.communicate(b"\n")
-    monkeypatch.delenv("LOCAL_RANK")
-    os.utime(lock, (0, lock.stat().st_mtime - 2 * 24 * 3600))
-    text = str(waiting._explain_lock(lock))
-    assert text.startswith(f"Its lock {lock} is 2 days, 0:00:")
-    assert "a build that was killed has left it" in text
-    assert text.endswith(f"rm '{lock}'")
 
 
 @pytest.mark.P6
@@ -191,26 +176,18 @@ def test_whoever_loads_an_extension_is_told_of_its_lock(tmp_path: Path, monkeypa
     with pytest.raises(ImportError):
         cpp_extension.load("an_op_of_deepspeed", [str(source)])
     assert warnings[0].startswith("compiling or loading the extension an_op_of_deepspeed: 0 s so far. Its lock ")
-    assert str(lock) in warnings[0]
+    assert "a build that was killed has left it" in warnings[0]
+    assert warnings[0].endswith(f"rm {lock}")
     assert ended.wait(timeout=60), "the watcher ends with the wait"
 
 
-@pytest.mark.parametrize(("has_come", "missing"), [((0, 1), "2"), ((1, 2), "0"), ((0, 1, 2), "none")])
-def test_the_first_rank_that_has_come_names_the_others(
-    has_come: tuple[int, ...], missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rank_that_has_come_names_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    for rank in has_come:
-        store.set(waiting._key(7, rank), "here")
+    store.set(waiting._key(7, 0), "here")
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(waiting, "__file__", __file__)
-    texts = []
-    for rank in has_come:
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        texts.append(waiting._missing_ranks(7, threading.get_ident()))
-    assert str(texts[0]).endswith(f": rank {missing}.")
-    assert texts[1:] == [None] * len(texts[1:])
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert waiting._missing_ranks(7, threading.get_ident()) is None
 
 
 @pytest.mark.P6

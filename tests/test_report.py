@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -40,6 +39,7 @@ from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.workload import Workload
+from tests.forked_child import exit_code_of_child
 
 WORKLOAD = Workload.from_numels([10] * 4)
 PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=1)
@@ -94,29 +94,15 @@ def report(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence
 
 
 def test_a_forked_child_does_not_write_its_parents_report() -> None:
-    class Closed:
-        name = "a pipe"
+    sink = mock.Mock()
+    reporter = UpdateReporter(PLANNED, [sink], lambda: StepCounts(1, 8))
 
-        def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None: ...
-
-        def close(self, reporter: UpdateReporter) -> None:
-            os.write(write_end, b"closed")
-
-    read_end, write_end = os.pipe()
-    reporter = UpdateReporter(PLANNED, [Closed()], lambda: StepCounts(1, 8))
-    if (child := os.fork()) == 0:
+    def close() -> int:
         reporter.close()
-        os._exit(0)
-    os.waitpid(child, 0)
-    try:
-        os.set_blocking(read_end, False)
-        with pytest.raises(BlockingIOError):
-            os.read(read_end, 6)
-        reporter.close()
-        assert os.read(read_end, 6) == b"closed"
-    finally:
-        os.close(read_end)
-        os.close(write_end)
+        return int(sink.close.call_count)
+
+    assert exit_code_of_child(close) == 0
+    assert close() == 1
 
 
 def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> None:
@@ -143,7 +129,7 @@ def test_a_line_is_logged_every_few_steps_and_the_monitor_receives_predictions_w
     assert ("Train/Update/predicted_update_error", -0.5, 32) in events
 
 
-def test_the_summary_leaves_out_the_first_updates_is_logged_once_and_has_at_most_eight_lines(lines: list[str]) -> None:
+def test_the_summary_leaves_out_the_first_updates_and_is_logged_once(lines: list[str]) -> None:
     report(timeline(1.0), [1000.0] * WARM_UPDATES + [20.0, 40.0, 25.0])
     first, update, kinds = lines.pop().splitlines()
     assert first == "5 updates, median of the last 3 against the prediction:"
@@ -151,13 +137,9 @@ def test_the_summary_leaves_out_the_first_updates_is_logged_once_and_has_at_most
     assert kinds.startswith("  PREFETCH 4.00 s, predicted 2.00 s (-50%); GPU_STEP 4.00 s, ")
     assert (kinds.count(";"), lines) == (4, [])
     # A plan of all placements, with forwards beside updates.
-    description = ["cpu: 4 units", "streamed: 4 units", "resident: 4 units", "memory of rank 0: 1 kB"]
-    slower = Windows(forward_s=1.0)
+    predicted, description = PredictedUpdate(timeline(1.0), 0.5), ["cpu: 4 units", "memory of rank 0: 1 kB"]
     plan = replace(
-        PLANNED,
-        description=description,
-        predict=lambda _: PredictedUpdate(timeline(1.0), 0.5),
-        read_windows=lambda: slower,
+        PLANNED, description=description, predict=lambda _: predicted, read_windows=lambda: Windows(forward_s=1.0)
     )
     reporter = UpdateReporter(plan, [], lambda: StepCounts(1, 8))
     phases = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0), PhaseSpan(Phase.FORWARD, 1.0, 3.0)]
@@ -168,7 +150,6 @@ def test_the_summary_leaves_out_the_first_updates_is_logged_once_and_has_at_most
     assert update.split("; ")[1] == "exposed 1.00 s, predicted 500 ms (-50%)"
     assert forward.startswith("  forward took 2.00 s alongside updates and 1.00 s without: +100% (")
     assert [line.strip() for line in rest] == description
-    assert len(lines[0].splitlines()) == 8
 
 
 def recorded(cost_s: float, stock_s: float | None, on_cpu: bool = False, accelerator: str = "cuda") -> RecordedRun:

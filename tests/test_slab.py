@@ -10,8 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,9 +31,8 @@ def test_huge_pages_are_requested_if_one_fits_and_a_kernel_may_refuse_them(monke
             raise OSError(errno.EINVAL, "the kernel has no huge pages")
 
     monkeypatch.setattr(slab_module.HostMapping, "madvise", madvise)
-    sizes = (HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES)
-    slabs = [HostSlab(size_bytes) for size_bytes in sizes]
-    assert requested == [HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES]
+    slabs = [HostSlab(size_bytes) for size_bytes in (HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES)]
+    assert requested == [HUGE_PAGE_BYTES]
     assert not slabs[1].tensor(0, HUGE_PAGE_BYTES, torch.uint8).any()
 
 
@@ -161,54 +158,54 @@ class RefusedByCuda(RuntimeError):
     """The error of a simulated call."""
 
 
-def simulate_cuda(patch: pytest.MonkeyPatch, *, register: int = 0, unregister: int = 0) -> list[str]:
-    """Replace CUDA's calls, of which two return these codes, and return the list that they append themselves to.
+def simulate_cuda(patch: pytest.MonkeyPatch, *, register: int = 0, unregister: int = 0) -> mock.MagicMock:
+    """Replace CUDA, of which two calls return these codes.
 
     As in CUDA, the last error stays until a launch raises and clears it: here each ``ones`` raises.
     """
-    calls: list[str] = []
 
     def check_error(code: int) -> None:
         if code != 0:
             raise RefusedByCuda(f"refused ({code})")
 
-    patch.setattr(torch.cuda, "CudaError", RefusedByCuda)
-    patch.setattr(torch.cuda, "check_error", check_error)
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *_: calls.append("register") or register,
-        cudaHostUnregister=lambda *_: calls.append("unregister") or unregister,
-    )
-    patch.setattr(torch.cuda, "cudart", lambda: runtime)
-    patch.setattr(torch.cuda, "device", lambda device: nullcontext(calls.append(f"with {device}")))
-    patch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device}"))
-    patch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    patch.setattr(torch.cuda, "Event", lambda **options: calls.append(f"event {options}"))
-    patch.setattr(torch, "ones", mock.Mock(side_effect=lambda *_, **__: check_error(calls.append("launch") or 1)))
-    return calls
+    cuda = mock.MagicMock(CudaError=RefusedByCuda, check_error=check_error)
+    cuda.cudart.return_value = mock.Mock(**{"cudaHostRegister.return_value": register})
+    cuda.cudart.return_value.cudaHostUnregister.return_value = unregister
+    cuda.ones.side_effect = RefusedByCuda
+    patch.setattr(torch, "cuda", cuda)
+    patch.setattr(torch, "ones", cuda.ones)
+    return cuda
+
+
+def calls_of(cuda: mock.MagicMock) -> list[str]:
+    return [name.rpartition(".")[2] for name, *_ in cuda.mock_calls if name != "cudart"]
 
 
 def test_a_refused_lock_or_unlock_leaves_no_error_for_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check it because the next launch may be that of the collective in which the ranks agree on the error."""
-    calls = simulate_cuda(monkeypatch, register=2)
+    cuda = simulate_cuda(monkeypatch, register=2)
     with pytest.raises(HostMemoryError, match=r"refused: refused \(2\)"):
         CudaDevice(3).host_slab(1000).lock()
-    assert calls == ["register", "launch"]
-    calls = simulate_cuda(monkeypatch, unregister=713)
+    assert calls_of(cuda) == ["cudaHostRegister", "ones"]
+    cuda = simulate_cuda(monkeypatch, unregister=713)
     slab = CudaDevice(3).host_slab(1000)
     slab.lock()
     with pytest.raises(RefusedByCuda, match="713"):
         slab.close()
-    assert calls[-2:] == ["unregister", "launch"]
+    assert calls_of(cuda)[-3:] == ["cudaHostUnregister", "ones", "__exit__"]
 
 
 def test_memory_is_unregistered_on_its_device_once_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check it on a thread whose current device is another one, such as a thread that collects garbage."""
-    calls = simulate_cuda(monkeypatch)
-    device = CudaDevice(3)
+    cuda, device = simulate_cuda(monkeypatch), CudaDevice(3)
     slab = device.host_slab(1000)
     slab.lock()
     slab.close()
-    assert calls == ["register", "with cuda:3", "synchronize", "unregister"]
+    assert calls_of(cuda) == [
+        *("cudaHostRegister", "device", "__enter__", "synchronize", "cudaHostUnregister", "__exit__"),
+    ]
     device.enter_thread()
     device.event()
-    assert calls[4:] == ["set cuda:3", "event {'enable_timing': True, 'blocking': True}"]
+    gpu = torch.device("cuda", 3)
+    assert cuda.mock_calls[-2:] == [mock.call.set_device(gpu), mock.call.Event(enable_timing=True, blocking=True)]
+    cuda.device.assert_called_once_with(gpu)

@@ -70,7 +70,6 @@ FINDINGS: list[tuple[Callable[..., Finding], tuple[object, ...], Status, str]] =
     (partial(doctor.check_memlock, has_cuda=True), (8 * 2**20,), WARN, ""),
     (partial(doctor.check_memlock, has_cuda=True), (None,), OK, "unlimited"),
     (partial(doctor.check_memlock, has_cuda=False), (8 * 2**20,), OK, "nothing is pinned"),
-    (partial(doctor.check_connections, has_cuda=True), ("4",), WARN, "4"),
     (partial(doctor.check_connections, has_cuda=True), ("all",), WARN, "all"),
     (partial(doctor.check_connections, has_cuda=True), ("32",), OK, "32 hardware queues"),
     (partial(doctor.check_connections, has_cuda=False), ("1",), OK, "1; a GPU has 8"),
@@ -157,22 +156,11 @@ def test_an_unsupported_deepspeed_and_a_broken_wrapt_fail(tmp_path: Path) -> Non
 def test_the_locks_of_killed_and_running_builds_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "utils").mkdir()
-    baton = FileBaton(str(tmp_path / "utils/lock"))
-    assert baton.try_acquire()
-    lock = tmp_path / "utils/lock"
-    assert doctor._locks() == {lock: [os.getpid()]}
-    if (child := os.fork()) == 0:
-        FileBaton(str(tmp_path / "utils/.ninja_lock")).try_acquire()
-        os._exit(0)
-    os.waitpid(child, 0)
-    found = doctor._locks()
-    assert found == {lock: [os.getpid()], tmp_path / "utils/.ninja_lock": []}
-    finding = doctor.check_locks(found)
-    assert finding.status is Status.FAIL
-    assert finding.remedy.endswith(f"rm {tmp_path}/utils/.ninja_lock")
-    baton.release()
-    (tmp_path / "utils/.ninja_lock").unlink()
-    assert doctor._locks() == {}
+    lock, left = tmp_path / "utils/lock", tmp_path / "utils/.ninja_lock"
+    left.touch()
+    assert FileBaton(str(lock)).try_acquire()
+    assert doctor._locks() == {lock: [os.getpid()], left: []}
+    assert doctor.check_locks(doctor._locks()).remedy.endswith(f"rm {left}")
 
 
 STAGE_3 = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}

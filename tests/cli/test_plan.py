@@ -1,31 +1,21 @@
-"""Test ``plan``: its figures, its screen, the block to paste, and that its JSON alone rebuilds the plan."""
+"""Test ``plan``: its figures, its screen, and the block to paste."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perf_model.__main__ import main
-from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile
 from perf_model.presets.comparison import LARGER_MODELS
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.schedule.host_layout import SIXTEEN_BIT
-from perf_model.schedule.on_disk import place_on_disk
-from perf_model.schedule.rules import NO_RULES, PlacementRules
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
-from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import Overheads
-from perf_model.training_run.model import ModelShape, ParameterShape, SharedLayers
 from perf_model.units import significant, size_of
-from tests.cli.planning import LLAMA, job, planned, printed_plan, words_of
-from tests.launch import REPOSITORY
+from tests.cli.planning import job, planned, printed_plan, words_of
 from tests.model.profiles import RATES, profile
 
 KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "fixed_s", "iteration_s"}
@@ -67,25 +57,18 @@ def test_every_preset_is_planned_for_with_consistent_figures(machine: str, model
     assert block["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 
-def test_a_job_that_fits_without_offloading_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "times as fast as without offloading" in words_of(job("gh200", "7B", world_size=8, ranks_per_node=1), capsys)
-    found = planned(job(states="bf16-masters"))["baselines"]["no_offload"]
-    assert found["why"] == "DeepSpeed offloads bf16 master weights whose moments are fp32"
-    rules = write(tmp_path, [{"match": "*", "states": "streamed"}])
-    assert planned(job(rules=rules, gpu_memory_gb=40))["deepspeed_config"]["deep_optimizer_states"]["num_slots"] >= 1
-    assert size_of(10**9, None) == "1.0 GB (limit unknown)"
-
-
-def test_overlap_hides_time_and_never_adds_any() -> None:
+def test_overlap_hides_time_and_is_disabled_in_the_block() -> None:
     exposed_s = {}
-    for overlap in ("none", "backward", "forward", "both"):
+    for overlap, disabled in {
+        "none": {"overlap_backward", "overlap_forward"},
+        "backward": {"overlap_forward"},
+        "forward": {"overlap_backward"},
+        "both": set(),
+    }.items():
         found = planned(job(gpu_memory_gb=40, overlap=overlap, unit_size=10**8))
         exposed_s[overlap] = found["predicted"]["exposed_update_s"]
-        disabled = {key for key in found["deepspeed_config"]["deep_optimizer_states"] if key.startswith("overlap")}
-        assert disabled == {
-            f"overlap_{window}" for window in ("backward", "forward") if overlap not in (window, "both")
-        }
-        assert exposed_s[overlap] <= found["predicted"]["update_s"] * (1 + 1e-9)
+        block = found["deepspeed_config"]["deep_optimizer_states"]
+        assert {key for key in block if key.startswith("overlap")} == disabled
     assert exposed_s["both"] < min(exposed_s["forward"], exposed_s["backward"]) < exposed_s["none"]
 
 
@@ -106,6 +89,9 @@ def test_options_of_the_training_run_and_the_machine_are_planned_for() -> None:
     slower = planned(job("rtx4090", "7B", cores=8, host_bandwidth_gb_per_s=40, link_gb_per_s=20, unit_size=10**8))
     assert slower["predicted"]["update_s"] > planned(job("rtx4090", "7B", unit_size=10**8))["predicted"]["update_s"]
     assert "given by the user: cores 8, host_bandwidth_gb_per_s 40, link_gb_per_s 20" in str(slower["inputs"])
+    kept = planned(job(unit_size=10**8, states="bf16-masters"))["baselines"]["no_offload"]
+    assert kept["why"] == "DeepSpeed offloads bf16 master weights whose moments are fp32"
+    assert size_of(10**9, None) == "1.0 GB (limit unknown)"
 
 
 def test_shared_layers_are_planned_for_with_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +110,7 @@ def test_shared_layers_are_planned_for_with_a_picture(tmp_path: Path, capsys: py
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_screen_has_the_answer_first_and_every_alternative_and_the_block_to_paste(
+def test_the_screen_has_the_answer_and_what_was_assumed_and_the_block_to_paste(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -135,19 +121,17 @@ def test_the_screen_has_the_answer_first_and_every_alternative_and_the_block_to_
     words, found = " ".join(shown.split()), planned(arguments)
     plan_s, stock_s = (outcome["iteration_s"] for outcome in (found["predicted"], found["baselines"]["stock"]))
     runs, median, p90 = LARGER_MODELS
-    assert "13B does not fit on 4 x H100-80GB without offloading (" in words
-    assert f"{significant(stock_s / plan_s, 2)} times as fast as with stock DeepSpeed's offload" in words
-    assert "no offload: does not fit: 55 GB of 48.0 GB that --gpu-memory-gb and its margin leave" in words
-    assert "PRESET, not a measurement of your machine" in words
-    assert (
-        f"Iterations of {runs} published runs on A100-40GB and H100-80GB were off by {median:.0%} in the med" in words
-    )
-    assert f"and by at most {p90:.0%} in nine of ten" in words
+    for expected in (
+        "13B does not fit on 4 x H100-80GB without offloading (",
+        f"{significant(stock_s / plan_s, 2)} times as fast as with stock DeepSpeed's offload",
+        "no offload: does not fit: 55 GB of 48.0 GB that --gpu-memory-gb and its margin leave",
+        "PRESET, not a measurement of your machine",
+        f"Iterations of {runs} published runs on A100-40GB and H100-80GB were off by {median:.0%} in the med",
+        f"and by at most {p90:.0%} in nine of ten",
+    ):
+        assert expected in words
     block = json.loads(shown[shown.index("config:\n") + len("config:\n") :])
     assert block["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-
-
-def test_the_screen_names_all_that_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"accumulation": 4, "trainable_share": 0.01, "tensor_parallel": 2, "gpu_memory_gb": 80}
     shown = words_of([*job(**options, unit_size=10**9), "--offload-param"], capsys)
     assert (
@@ -219,11 +203,9 @@ def test_when_nothing_fits_the_error_names_what_takes_less_memory(
 
 
 def test_where_the_cpu_trains_no_gpu_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = job(write(tmp_path, CPU_ONLY), "7B", host_memory_gb=400)
-    shown = words_of([*arguments, "--units", "--explain"], capsys)
+    shown = words_of([*job(write(tmp_path, CPU_ONLY), "7B", host_memory_gb=400), "--units", "--explain"], capsys)
     assert "without offloading is not predicted: the CPU is the only accelerator" in shown
     assert "memory per GPU" not in shown
-    assert "published runs" not in shown, "they were on GPUs"
 
 
 RULES: list[dict[str, Any]] = [
@@ -252,58 +234,8 @@ def test_units_in_rules_have_the_placement_of_their_rule_and_name_it(
     shown = words_of([*arguments, "--units"], capsys)
     assert "cpu rule '*.mlp.*'" in shown
     assert "more rows; --json prints every unit" in shown
-
-
-UNMEASURED = profile({**RATES, "matmul_flops_per_s": 3e14, "dram_copy_bytes_per_s": None})
-MEASURED = replace(UNMEASURED, provenance=replace(UNMEASURED.provenance, source="measured", host="a", ranks=4))
-
-
-@pytest.fixture(params=["preset", "offloaded", "shared layers", "measured, config and rules"])
-def printed(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    if request.param == "preset":
-        return planned(job("gh200", "13B", world_size=16))
-    if request.param == "offloaded":
-        options = {"gpu_memory_gb": 40, "unit_size": 10**8, "tensor_parallel": 2, "attention": "eager"}
-        return planned([*job(**options), "--offload-param", "--no-recompute"])
-    if request.param == "shared layers":
-        options = {"world_size": 1, "ranks_per_node": 1, "share_layers": "model.layers", "every": 4}
-        return planned(job("gh200", "13B", gpu_memory_gb=20, unit_size=10**8, **options))
-    config, rules, machine = tmp_path / "config.json", tmp_path / "rules.json", write(tmp_path, MEASURED)
-    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
-    rules.write_text(json.dumps(RULES))
-    options = {"gpu_memory_gb": 26, "rules": rules, "accumulation": 4, "overlap": "backward", "unit_size": 50_000_000}
-    found = planned(job(machine, config, world_size=2, trainable_share=0.5, pinned_memory_gb=60, **options))
-    # The output alone is enough.
-    for path in (config, rules, machine):
-        path.unlink()
-    return found
-
-
-def rebuild(inputs: dict[str, Any]) -> Forecast:
-    shape = dict(inputs["model"]["shape"])
-    rules = PlacementRules.from_json(inputs["rules"]) if inputs["rules"] else NO_RULES
-    shared = None if shape["shared"] is None else SharedLayers(**shape["shared"])
-    tensors = tuple(ParameterShape(*tensor) for tensor in shape["tensors"])
-    shape |= {"tensors": tensors, "tied": tuple(map(tuple, shape["tied"])), "shared": shared}
-    disk = inputs["job"]["disk"]
-    of_job = {**inputs["job"], "disk": None if disk is None else DiskRates(*disk)}
-    return Forecast(
-        Job(shape=ModelShape(**shape), rules=rules, **of_job),
-        HardwareProfile.from_json(json.dumps(inputs["machine"])),
-        MemoryLimits(**inputs["limits"]),
-        Overlap(**inputs["overlap"]),
-        inputs["unit_sizes"],
-        Overheads(**inputs["overheads"]),
-    )
-
-
-def test_the_inputs_lead_to_the_same_plan_and_seconds(printed: dict[str, Any]) -> None:
-    found = rebuild(printed["inputs"])
-    assert found.chosen.to_json_dict() == printed["plan"]
-    for name, outcome in {"predicted": found.predicted, **found.baselines}.items():
-        written = printed["predicted"] if name == "predicted" else printed["baselines"][name]
-        assert getattr(outcome, "iteration_s", None) == written["iteration_s"], name
-    assert printed["inputs"]["model"]["numel"] == found.job.shape.numel
+    streamed = planned(job(rules=write(tmp_path, [{"match": "*", "states": "streamed"}]), gpu_memory_gb=40))
+    assert streamed["deepspeed_config"]["deep_optimizer_states"]["num_slots"] >= 1
 
 
 # Disks
@@ -323,30 +255,8 @@ def test_a_model_whose_states_do_not_fit_is_planned_with_disks(capsys: pytest.Ca
     shown = words_of([*DESKTOP[1:], *LARGE_UNITS, "--nvme", "6.5,5", "--units", "--explain"], capsys)
     for expected in ("6.5 GB/s read, 5 GB/s written", "cpu, on disk", "(limited by disk)", '"device": "nvme"'):
         assert expected in shown
-    slow, fast, full_duplex = (on_desktop("--nvme", rates) for rates in ("3,2", "6,5", "6,5,11"))
+    slow, fast = (on_desktop("--nvme", rates) for rates in ("3,2", "6,5,11"))
     more_memory = on_desktop("--nvme", "3,2", "--host-memory-gb", "96")
-    assert slow[0] > fast[0] > full_duplex[0]
-    assert more_memory[0] < slow[0]
+    assert max(fast[0], more_memory[0]) < slow[0]
     assert more_memory[2] < slow[2] == fast[2]
     assert slow[0] < slow[1] > fast[1] > fast[0], "stock reads and writes all states and gradients"
-
-
-def test_training_keeps_as_many_states_on_disk_by_the_printed_block_as_the_plan() -> None:
-    found = json.loads(printed_plan(*DESKTOP[1:], *LARGE_UNITS, "--nvme", "6.5,5"))
-    on_disk = sum(unit["numel"] for unit in found["units"] if unit["on_disk"])
-    host_bytes = int(found["deepspeed_config"]["deep_optimizer_states"]["host_memory_gb"] * 1e9)
-    # Offloaded parameters are not published, and are no part of the optimizer's memory.
-    widths = replace(SIXTEEN_BIT, publishes=False)
-    placed = place_on_disk(rebuild(found["inputs"]).job.sub_groups, widths, host_bytes)
-    in_training = sum(partition.numel for group in placed for partition in group if partition.is_on_disk)
-    assert in_training == pytest.approx(on_disk, rel=1e-6)
-
-
-def test_the_documented_desktop_has_the_documented_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    page = " ".join((REPOSITORY / "docs" / "planning.md").read_text().split())
-    fp32, bf16 = page.split("The answer is ")[1].split("All of this is predicted")[0].split("With `--states bf16`")
-    for states, sentences in (("fp32", fp32), ("bf16", bf16)):
-        printed = words_of([*DESKTOP[1:], "--nvme", "6.5,5", "--accumulation", "16", "--states", states], capsys)
-        figures = re.findall(r"\d+ (?:s|GB)\b", sentences)
-        assert len(figures) >= 3
-        assert [figure for figure in figures if figure not in printed] == []

@@ -64,16 +64,13 @@ def test_every_run_of_a_framework_saved_the_bits_of_stock(framework: Framework) 
 
 
 def test_every_tensor_in_nested_containers_is_compared_by_its_bits(tmp_path: Path) -> None:
-    nan = torch.tensor([torch.nan])
-    stock = {"zero": [torch.tensor([0.0])], "dtype": torch.tensor([1.0]), "nan": nan, "more": (nan,)}
-    ours = {"zero": [torch.tensor([-0.0])], "dtype": torch.tensor([1], dtype=torch.int32), "nan": nan}
+    stock = {"zero": [torch.tensor([0.0])], "nan": torch.tensor([torch.nan]), "more": (torch.ones(1),)}
+    ours = {"zero": [torch.tensor([-0.0])], "nan": torch.tensor([torch.nan])}
     for name, content in (("stock", stock), ("ours", ours)):
-        (tmp_path / name / "checkpoint-3").mkdir(parents=True)
-        torch.save(content, tmp_path / name / "checkpoint-3" / "state.pt")
-        torch.save([torch.rand(1)], tmp_path / name / "training_args.bin")
+        (tmp_path / name).mkdir()
+        torch.save(content, tmp_path / name / "state.pt")
     found = differences(saved(tmp_path / "stock"), saved(tmp_path / "ours"))
-    lines = ("[more][0] was saved by one of the two only", "[dtype] differs", "[zero][0] differs")
-    assert found == [f"checkpoint-3/state.pt{line}" for line in lines]
+    assert found == ["state.pt[more][0] was saved by one of the two only", "state.pt[zero][0] differs"]
 
 
 # Thorough, because the op of that release is compiled first.

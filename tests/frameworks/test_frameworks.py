@@ -30,7 +30,7 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.training_memory import TrainingMemory
 from perf_model.units import seconds
 from tests.compat.frameworks.same_bits import differences, saved
-from tests.launch import REPOSITORY, environment, free_port, run_ranks, run_together
+from tests.launch import REPOSITORY, environment, free_port, run_together
 from tests.ranks import ranks
 from tests.tiers import thorough
 
@@ -189,29 +189,6 @@ def test_the_demo_finds_equal_bits_and_faster_emulated_iterations_and_draws_an_u
     assert '<p class="verdict">EMULATED: The update costs ' in page
     for shown in (page, finished.stdout):
         assert seconds(plugin_s) in shown
-
-
-@pytest.mark.thorough
-def test_the_trainer_trains_beside_autotp_with_its_config(tmp_path: Path) -> None:
-    options = ["--deepspeed_config", "examples/ds_config_tp.json", "--output", str(tmp_path)]
-    script = ["examples/hf_trainer.py", *options, "--steps", "2", "--save_every", "2"]
-    first, second = run_ranks(2, script, timeout_s=300)
-    assert first.returncode == second.returncode == 0, first.output[-3000:]
-    assert re.search(PLAN, first.output)
-    files = {path.name for path in (tmp_path / "checkpoint-2" / "global_step2").iterdir()}
-    shards = {f"zero_pp_rank_0_mp_rank_{rank:02}_model_states.pt" for rank in range(2)}
-    assert shards <= files, "each rank is the only one of its shard"
-
-
-@pytest.mark.thorough
-def test_the_pseudo_to_real_script_trains_both_ways_and_draws_the_losses(tmp_path: Path) -> None:
-    """Check that it runs. It raises if the delinked model does not have the loss of the shared one."""
-    (finished,) = run_ranks(1, ["examples/pseudo_to_real.py", "--quick", "--output", str(tmp_path)], timeout_s=300)
-    assert finished.returncode == 0, finished.output[-3000:]
-    curves = json.loads((tmp_path / "losses.json").read_text())
-    assert [(curve["name"], curve["steps"][-1]) for curve in curves] == [("unshared", 24), ("Pseudo-to-Real", 24)]
-    assert all(curve["losses"][-1] < curve["losses"][0] - 0.5 for curve in curves)
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 SIZES = {"layers": 2, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336}

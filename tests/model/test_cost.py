@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from perf_model.prediction.cost import CostModel, Resource
 from perf_model.prediction.hardware import (
@@ -21,19 +19,15 @@ from perf_model.prediction.hardware import (
     Measurement,
     ProfileError,
 )
-from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup, memory_of
-from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.simulate import simulate
+from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
 from perf_model.prediction.work_bound import work_bound
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.micro_batch import MatrixRate
-from tests.model.costs import cost, costs, windows
+from tests.model.costs import cost
 from tests.model.profiles import RATES, profile
-from tests.model.strategies import plans
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
@@ -82,19 +76,14 @@ AS_WRITTEN = "profile: must be as the program writes it, found"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "A profile must be JSON, found other text"),
         ("[1]", r"version: must be the integer 2, found \[1\]"),
         (raw(version=1), "version: must be the integer 2, found 1"),
         (raw(measurements="missing"), f"{AS_WRITTEN} KeyError: 'measurements'"),
         (raw(measurements={}), "cpu_adam_params_per_s: is needed for every prediction, found nothing"),
         (raw(measurements={"speed": {"samples": [1]}}), "measurements: must only have the keys .*, found speed"),
-        (raw(measurements={"h2d_bytes_per_s": {"samples": ["fast"]}}), f"{AS_WRITTEN} ValueError: .*fast"),
-        (raw(speed=3), f"{AS_WRITTEN} TypeError: .*'speed'"),
         (raw(gpu_memory_bytes=80), r"gpu_memory_bytes: must be from 1e\+09"),
-        (raw(host_memory_bytes=10**400), r"host_memory_bytes: must be from 1e\+09"),
         (raw(gpu_memory_bytes=None, measurements=OF_A_CPU), "flops_per_s: must be from 1e.08 to 2e.14 on this CPU"),
         (raw(gpu_peak_flops=989), r"gpu_peak_flops: must be from 1e\+12"),
-        (raw(provenance={"colour": "red"}), f"{AS_WRITTEN} TypeError: .*'colour'"),
         (with_rate("matmul_flops_per_s", 6e11), "matmul_flops_per_s: must be from 1e.12 to 1e.17 on this GPU"),
         (with_rate("matmul_flops_per_s", 1.2e15, gpu_peak_flops=989e12), "1.2 times gpu_peak_flops .*, found 12"),
         (with_rate("both_bytes_per_s", 1e11), "cannot exceed h2d_bytes_per_s plus d2h_bytes_per_s"),
@@ -189,21 +178,6 @@ A_SLOT = 12 * 10**6
 
 # All gradients, 2 GB, are on the accelerator. There is memory for them, and for a thousandth of the states.
 SUMS, ONLY_STREAMED = TrainingSetup(accumulates=True), 2 * 10**9 + A_SLOT
-
-setups = st.builds(
-    TrainingSetup,
-    widths=st.builds(Widths, param=st.just(2), grad=st.sampled_from([2, 4]), publishes=st.booleans()),
-    accumulates=st.booleans(),
-    sums_on_accelerator=st.sampled_from([None, True, False]),
-    params_on_host=st.booleans(),
-)
-
-
-@given(plans(10**8), costs, windows, setups)
-def test_no_plan_beats_its_bound(plan: UpdatePlan, model: CostModel, overlap: Windows, setup: TrainingSetup) -> None:
-    bound = work_bound(plan.workload, model, memory_of(plan, setup).gpu_bytes, setup)
-    timeline = simulate(plan.schedule, plan.workload, model, overlap)
-    assert timeline.active_s >= bound.seconds * (1 - 1e-6)
 
 
 @pytest.mark.parametrize(

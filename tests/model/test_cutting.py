@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
-from itertools import groupby
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from perf_model.schedule.cutting import BORDER_MULTIPLE, PIECE_MULTIPLE, cut_into_units, layer_of, partitions_in
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.rules import PlacementRule, PlacementRules, RulesError, States
+from perf_model.schedule.rules import PlacementRules, RulesError
 from perf_model.schedule.workload import ALIGNMENT, Partition, Unit, form_sub_groups
 
 CUT_NAMES = ("embed.weight", "layers.0.q", "layers.0.mlp.up", "layers.1.q", "layers.1.mlp.experts.3.up", "norm.weight")
@@ -86,39 +83,16 @@ def test_sub_groups_of_one_layer_share_a_unit_while_they_fit() -> None:
         assert [unit.numel for unit in cut_into_units(groups, size).units] == numels
 
 
-@given(groups_of(aligned), unit_sizes)
-def test_a_layer_that_fits_is_never_cut(groups: list[list[Partition]], size: int) -> None:
-    groups = [[replace(partition, is_persistent=False) for partition in group] for group in groups]
-    borders = {(run.sub_group, run.begin) for unit in cut_into_units(groups, size).units for run in unit.ranges}
-    for sub_group, group in enumerate(groups):
-        begin = 0
-        for _, of_layer in groupby(group, key=lambda partition: layer_of(partition.name)):
-            numel = length(list(of_layer))
-            if numel <= size:
-                assert not any((sub_group, begin + inside) in borders for inside in range(1, numel))
-            begin += numel
-
-
 # Rules by name
 OF_A_LAYER = ("self_attn.q_proj", "mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "input_layernorm")
 OF_LAYERS = [f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in OF_A_LAYER]
 NAMES = ["model.embed_tokens.weight", *OF_LAYERS, "model.norm.weight", "lm_head.weight"]
-PATTERNS = ("*", "lm_head.*", "*.mlp.experts.*", "*.experts.1.*", "model.layers.[0-1].*", "*norm.weight", "*.LAYERS.*")
 
 EXAMPLE: list[dict[str, Any]] = [
     {"match": "*.mlp.experts.*", "states": "cpu"},
     {"match": ["lm_head.*", "*.embed_tokens.*"], "states": "resident"},
     {"match": "*", "states": "planned"},
 ]
-
-rules = st.lists(
-    st.builds(
-        PlacementRule,
-        st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=2).map(tuple),
-        st.sampled_from(get_args(States)),
-    ),
-    max_size=4,
-).map(lambda chosen: PlacementRules(tuple(chosen)))
 
 
 def error_of(*entries: Any, frozen: tuple[str, ...] = (), aliases: dict[str, str] | None = None) -> str:
@@ -128,15 +102,6 @@ def error_of(*entries: Any, frozen: tuple[str, ...] = (), aliases: dict[str, str
     assert re.match(r"placement(\[\d+\](\.\w+)?)?: .*, found ", first)
     assert remedy
     return str(caught.value)
-
-
-@given(rules, st.sampled_from(NAMES))
-def test_the_first_rule_that_matches_places_a_parameter(rules: PlacementRules, name: str) -> None:
-    states = next(
-        (rule.states for rule in rules.rules if any(fnmatchcase(name, pattern) for pattern in rule.match)), "planned"
-    )
-    assert rules.placement_of(name) is (None if states == "planned" else Placement(states))
-    assert rules.may_plan or rules.placement_of(name) is not None
 
 
 EXPERT_NAMES = tuple(name for name in NAMES if ".experts." in name)

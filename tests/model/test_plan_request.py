@@ -8,22 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from perf_model.plan_request import PlanRequest
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import Budgets, DoesNotFit, TrainingSetup
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.timeline import Phase, seconds_of
-from perf_model.schedule.check import check
 from perf_model.schedule.cutting import BORDER_MULTIPLE, cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB
-from tests.model.costs import cost, costs, plan_updates, windows
+from tests.model.costs import cost, plan_updates
 from tests.model.profiles import RATES, profile
 
 EMBEDDING, LAYER, HEAD = (Partition(name, 1600) for name in ("embedding.weight", "layers.0.weight", "head.weight"))
@@ -54,23 +50,16 @@ def test_shared_parameters_are_needed_in_the_first_pass_and_the_next_ones_after_
     assert [unit.forward_numel for unit in uses.count(cut_into_units(sub_groups, size)).units] == expected
 
 
-@settings(max_examples=10)
-@given(st.lists(st.integers(10**6, 10**8), min_size=1, max_size=16), costs, windows, st.integers(0, 10**10), st.data())
-def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_workload(
-    numels: list[int], model: CostModel, overlap: Windows, gpu_bytes: int, data: st.DataObject
-) -> None:
-    arranged, budgets = Workload.from_numels(numels), Budgets(gpu_bytes=gpu_bytes)
-    first_use = tuple(data.draw(st.permutations(range(len(numels)))))
-    expected = plan_updates(arranged, model, budgets, overlap)
+def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_workload() -> None:
+    arranged, first_use = Workload.from_numels([10**7 * (3 + number) for number in range(6)]), (3, 1, 5, 0, 2, 4)
     units = {index: replace(arranged.units[place], index=index) for place, index in enumerate(first_use)}
-    stored = Workload(tuple(units[index] for index in range(len(numels))))
-    other = replace(overlap, first_use=first_use)
-    planned = plan_updates(stored, model, budgets, other)
-    check(planned.plan.schedule, stored)
-    assert planned.exposed_s == pytest.approx(expected.exposed_s, rel=1e-12, abs=1e-15)
+    stored, overlap = Workload(tuple(units[index] for index in range(6))), Windows(backward_s=0.05, forward_s=0.05)
+    model, budgets = cost(h2d=25e9, d2h=26e9, gpu=8e10), Budgets(gpu_bytes=1_500_000_000)
+    expected = plan_updates(arranged, model, budgets, overlap)
+    planned = plan_updates(stored, model, budgets, replace(overlap, first_use=first_use))
+    assert len(set(expected.plan.placements)) > 1
     assert [planned.plan.placements[index] for index in first_use] == list(expected.plan.placements)
-    exposed_s = seconds_of(Phase.EXPOSED, other.phases(planned.timeline, stored, model))
-    assert exposed_s == pytest.approx(expected.exposed_s, rel=1e-9, abs=1e-12)
+    assert planned.exposed_s == pytest.approx(expected.exposed_s, rel=1e-12)
 
 
 # Requests

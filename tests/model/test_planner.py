@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import perf_model.planner
-from perf_model.planner import LITTLE, MAX_SLOTS, UNIT_SIZES, PlannedUpdate, plan_units
+from perf_model.planner import LITTLE, UNIT_SIZES, PlannedUpdate, plan_units
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP, MIB, Budgets, DoesNotFit, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
-from perf_model.prediction.simulate import Simulator, simulate
+from perf_model.prediction.simulate import simulate
 from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.work_bound import work_bound
 from perf_model.schedule.check import check
@@ -97,37 +94,15 @@ def test_a_plan_fits_keeps_fixed_placements_and_is_no_worse_than_a_rule_nor_bett
     assert plan_updates(workload, model, budgets, overlap, setup) == planned, "planning is deterministic"
 
 
-@pytest.mark.parametrize(("seed", "overlap"), enumerate([NO_WINDOWS, Windows(backward_s=0.05, forward_s=0.1)]))
-def test_with_seven_unequal_units_the_best_plan_is_a_fifth_better_at_most(seed: int, overlap: Windows) -> None:
-    """Compare with all plans. The planner chooses shares: with seven units, most choices have the same placements."""
-    rng = random.Random(seed)
-    workload, budgets = Workload.from_numels([rng.randrange(2 * 10**7, 10**8) for _ in range(7)]), budget_for(2, 10**8)
-    planned = plan_updates(workload, BALANCED, budgets, overlap)
-    assert len(set(planned.plan.placements)) > 1
-    simulator, least_s = Simulator(BALANCED, overlap), math.inf
-    for placements in product(Placement, repeat=7):
-        for num_slots in range(1, max(1, min(MAX_SLOTS, placements.count(STREAMED))) + 1):
-            plan = UpdatePlan(workload=workload, placements=placements, num_slots=num_slots)
-            if not budgets.missing(memory_of(plan)):
-                timeline = simulator.run(plan.schedule, workload)
-                least_s = min(least_s, overlap.exposed_s(timeline, workload, BALANCED))
-    assert planned.exposed_s <= 1.25 * least_s
-
-
-def test_free_memory_is_used_for_residents() -> None:
-    workload, model = Workload.from_numels([10**8] * 20), cost()
-    counts = [
-        plan_updates(workload, model, budget_for(slots, 10**8)).plan.placements.count(RESIDENT)
-        for slots in (0, 1, 6, 12, 20)
-    ]
+def test_free_memory_is_used_for_residents_which_are_the_first_units() -> None:
+    """Check a forward, which needs the first units first."""
+    workload, overlap, counts = Workload.from_numels([10**8] * 20), Windows(forward_s=0.2), []
+    for slots in (0, 1, 6, 12, 20):
+        placements = plan_updates(workload, cost(), budget_for(slots, 10**8), overlap).plan.placements
+        counts.append(placements.count(RESIDENT))
+        assert placements[: counts[-1]] == (RESIDENT,) * counts[-1]
     assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] > 12
-    # The first units become residents, because forward needs them first.
-    overlap = Windows(forward_s=0.2)
-    placements = plan_updates(workload, model, budget_for(6, 10**8), overlap).plan.placements
-    residents = placements.count(RESIDENT)
-    assert placements[:residents] == (RESIDENT,) * residents
+    assert (counts[0], counts[-1] > 12) == (0, True)
 
 
 def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.slots_between_updates import flushes_before
 from perf_model.schedule.workload import Range, Unit, Workload
-from tests.model.strategies import parse_schedule, plans, schedules, schedules_with_more_waits, without_one_wait
+from tests.model.strategies import parse_schedule, plans, schedules, without_one_wait
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 WORKLOAD = Workload.from_numels([100, 100, 100, 60])
@@ -143,8 +143,3 @@ def test_the_next_update_is_refused_without_one_of_its_waits_for_flushes(plan: U
     for left_out in waits:
         with pytest.raises(ScheduleError, match=r"of the next update may start before (FLUSH_STATES|WRITE)"):
             check_next_update(plan.schedule, {name: flush for name, flush in waits.items() if name != left_out})
-
-
-@given(schedules_with_more_waits(max_numel=300))
-def test_the_next_update_by_any_checked_schedule_has_the_waits_that_it_needs(drawn: tuple[Schedule, Workload]) -> None:
-    check(*drawn)

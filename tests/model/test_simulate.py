@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from perf_model.prediction.cost import CostModel, DiskRates, Resource
@@ -21,18 +19,12 @@ from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.host_layout import SIXTEEN_BIT
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan, place_by_stride
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.workload import Workload
 from tests.model.costs import cost, costs, plan_of, windows
-from tests.model.strategies import plans, schedules
+from tests.model.strategies import schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-
-
-def predicted_s(update_plan: UpdatePlan, model: CostModel) -> float:
-    """Return the predicted seconds of the update without windows."""
-    return simulate(update_plan.schedule, update_plan.workload, model).end_s
 
 
 OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
@@ -57,16 +49,8 @@ OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
 def test_an_update_takes_the_seconds_that_are_counted_by_hand(
     placements: tuple[Placement, ...], num_slots: int, rates: dict[str, float], expected_s: float
 ) -> None:
-    assert predicted_s(plan_of(*placements, num_slots=num_slots), cost(**rates)) == pytest.approx(expected_s)
-
-
-def test_directions_share_their_joint_limit_and_updates_and_copies_host_memory() -> None:
-    # With a joint limit of 12 GB/s instead of 24, two overlapping seconds take twice as long.
-    alone, together = (predicted_s(plan_of(*[STREAMED] * 40, num_slots=4), cost(both=both)) for both in (24e9, 12e9))
-    assert together / alone == pytest.approx(2, rel=0.05)
-    # The CPU step alone moves 28 GB/s, which is all the bandwidth. The bytes of the transfers add to its 12 s.
-    mixed = plan_of(*place_by_stride(Workload.from_numels([0] * 24), 2), num_slots=2)
-    assert predicted_s(mixed, cost(dram=28e9)) >= (12 * (28 + 2) + 12 * (12 + 12)) / 28
+    update_plan = plan_of(*placements, num_slots=num_slots)
+    assert simulate(update_plan.schedule, update_plan.workload, cost(**rates)).end_s == pytest.approx(expected_s)
 
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
@@ -104,24 +88,6 @@ def test_the_next_backward_hides_flushes_until_it_prefetches(
     in_step = Windows(backward_s=backward_s)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), in_step)
     assert in_step.exposed_s(timeline, update_plan.workload, cost()) == timeline.end_s
-
-
-@given(plans(10**9, may_be_eager=True), costs, windows)
-def test_phases_are_contiguous_and_have_the_lengths_of_backward_forward_and_exposed_time(
-    update_plan: UpdatePlan, model: CostModel, overlap: Windows
-) -> None:
-    timeline = simulate(update_plan.schedule, update_plan.workload, model, overlap)
-    phases = overlap.phases(timeline, update_plan.workload, model)
-    for before, after in pairwise(phases):
-        assert before.end_s == after.start_s
-        assert before.phase is not after.phase
-
-    lasts_s = {phase: sum(span.end_s - span.start_s for span in phases if span.phase is phase) for phase in Phase}
-    assert sum(span.end_s - span.start_s for span in phases if span.start_s < 0.0) == overlap.backward_s
-    assert all(span.phase is Phase.BACKWARD for span in phases if span.start_s < 0.0)
-    assert lasts_s[Phase.FORWARD] == pytest.approx(overlap.forward_s, abs=1e-9)
-    exposed_s = overlap.exposed_s(timeline, update_plan.workload, model)
-    assert lasts_s[Phase.EXPOSED] == pytest.approx(exposed_s, abs=1e-9)
 
 
 def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() -> None:
@@ -210,39 +176,28 @@ def test_a_chrome_trace_has_the_model_above_the_lanes_and_is_read_as_the_same_ti
     trace = json.loads(path.read_text())
     threads = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert [threads[tid] for tid in sorted(threads)] == ["model", *(lane.value for lane in TIMELINE.lanes)]
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(event["name"], threads[event["tid"]], event["ts"], event["dur"]) for event in spans[1:4]] == [
-        ("exposed update", "model", 0.0, 2000.0),
-        ("forward", "model", 2000.0, 198000.0),
-        ("PREFETCH 1", "h2d", 0.0, 2000.0),
-    ]
+    exposed, *_ = (event for event in trace["traceEvents"] if event["name"] == "exposed update")
+    assert (threads[exposed["tid"]], exposed["ts"], exposed["dur"]) == ("model", 0.0, 2000.0)
     timeline, phases = Timeline.from_chrome_trace(trace)
-    assert [span.action for span in timeline.spans] == [span.action for span in TIMELINE.spans]
-    assert [span.phase for span in phases] == [span.phase for span in PHASES]
-    for span, other in zip((*timeline.spans, *phases), (*TIMELINE.spans, *PHASES), strict=True):
-        assert (span.start_s, span.end_s) == pytest.approx((other.start_s, other.end_s))
+    for found, written in zip((*timeline.spans, *phases), (*TIMELINE.spans, *PHASES), strict=True):
+        assert (found.start_s, found.end_s) == pytest.approx((written.start_s, written.end_s))
+        assert getattr(found, "action", None) == getattr(written, "action", None)
+        assert getattr(found, "phase", None) is getattr(written, "phase", None)
 
 
 def test_a_picture_has_the_model_and_stocks_above_the_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes[0]))
     timeline = Timeline((Span(Action(ActionKind.PREFETCH, 3, 0), -0.005, 0.0), *TIMELINE.spans))
-    draw(timeline, tmp_path / "timeline.png", "word " * 100, PHASES)
-    draw(timeline, tmp_path / "timeline.png", "a title", PHASES, [PhaseSpan(Phase.EXPOSED, 0.0, 0.05)])
-    with_model, with_stock = drawn
+    for of_stock in ([], [PhaseSpan(Phase.EXPOSED, 0.0, 0.05)]):
+        draw(timeline, tmp_path / "timeline.png", "a title", PHASES, of_stock)
     rows = ["model", "h2d", "compute", "d2h", "cpu", "publish"]
-    for axes, expected in ((with_model, rows), (with_stock, ["stock's model", *rows])):
+    for axes, expected, end_ms in zip(drawn, (rows, ["stock's model", *rows]), (6, 50), strict=True):
         assert [label.get_text().splitlines()[0] for label in axes.get_yticklabels()] == expected
-    assert with_model.get_yticklabels()[4].get_text() == "cpu\n30% busy"
-    update, *title = with_model.get_title().splitlines()
-    assert update == "update of 10.0 ms: 2.0 ms exposed, 8.0 ms hidden"
-    assert len(title) > 1, "wrapped"
-    left_ms, right_ms = with_model.get_xlim()
-    assert (-6 < left_ms < -5, 5 < right_ms < 6) == (True, True)
-    assert "forward 198 ms" in [label.get_text() for label in with_model.texts], "the whole phase"
-    bars = {(round(bar.get_y() + 0.3), round(bar.get_x()), round(bar.get_width())) for bar in with_model.patches}
+        assert axes.get_xlim() == pytest.approx((-5.4, end_ms), rel=0.15)
+        assert axes.get_title() == "update of 10.0 ms: 2.0 ms exposed, 8.0 ms hidden\na title"
+    bars = {(round(bar.get_y() + 0.3), round(bar.get_x()), round(bar.get_width())) for bar in drawn[0].patches}
     assert {(1, -5, 5), (4, 1, 3)} < bars, "actions are on their lanes"
-    assert with_stock.get_xlim()[1] == pytest.approx(50)
 
 
 def spans(*times: tuple[ActionKind, float, float]) -> Timeline:
@@ -261,18 +216,14 @@ def test_forward_takes_longer_beside_the_update_and_not_after_it() -> None:
     assert ModelProgress(timeline, NO_SLOWDOWN).end_s(2.0, 0.75) == 2.75
 
 
-@given(
-    st.floats(0.0, 0.9),
-    st.floats(0.0, 0.9),
-    st.lists(st.tuples(st.floats(0.5, 1.5), st.floats(0.5, 1.5)), min_size=4, max_size=8),
-)
-def test_the_slowdown_is_found_from_forwards(cpu: float, copies: float, beside: list[tuple[float, float]]) -> None:
+@pytest.mark.parametrize(("cpu", "copies"), [(0.0, 0.0), (0.4, 0.1), (0.1, 0.6), (0.9, 0.9)])
+def test_the_slowdown_is_found_from_forwards(cpu: float, copies: float) -> None:
     # As in training: first beside the CPU alone, and then beside both.
-    forwards = [SlowedForward(cpu * 1.0, 1.0, 0.0)] * 4
-    forwards += [SlowedForward(cpu * cpu_s + copies * copies_s, cpu_s, copies_s) for cpu_s, copies_s in beside]
-    found = fit_slowdown(forwards)
-    assert found.cpu == pytest.approx(cpu, abs=0.08)
-    assert found.copies == pytest.approx(copies, abs=0.08)
+    beside = [(1.0, 0.0)] * 4 + [(0.5, 1.5), (1.5, 0.5), (1.0, 1.0), (0.7, 1.2)]
+    found = fit_slowdown(
+        [SlowedForward(cpu * cpu_s + copies * copies_s, cpu_s, copies_s) for cpu_s, copies_s in beside]
+    )
+    assert (found.cpu, found.copies) == pytest.approx((cpu, copies), abs=0.08)
 
 
 @pytest.mark.parametrize("noise", [-0.003, 0.003])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -33,7 +32,6 @@ from deep_opt_states.profiler.ranks import (
 )
 from deep_opt_states.profiler.training_step import measure_training
 from perf_model.prediction.hardware import QUANTITIES, TRAINING_QUANTITIES
-from tests.profiler.threads import on_ranks as on_threads
 from tests.profiler.virtual import SMALL
 from tests.ranks import on_ranks
 from tests.software_gpu import device as software_gpu
@@ -55,14 +53,11 @@ def test_ranks_of_one_host_name_are_on_one_node_unless_torchrun_started_fewer_th
     assert ranks_by_node(ranks, {}) == nodes
 
 
-def test_no_group_is_created_for_one_rank_or_for_nodes_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_group_is_created_for_one_rank_or_for_nodes_that_differ() -> None:
     assert collective_groups(Ranks(), "gloo", {}) == CollectiveGroups(in_node="one rank", across_nodes="one rank")
-    names = iter("aab")
-    monkeypatch.setattr(platform, "node", lambda: next(names))
-    expected = CollectiveGroups(
-        in_node="one rank on a node", across_nodes="the nodes have different numbers of ranks, 1 to 2"
-    )
-    assert on_threads(3, lambda ranks: collective_groups(ranks, "gloo", {})) == [expected] * 3
+    ranks = mock.Mock(size=3, gather=lambda value: [("a", None), ("a", None), ("b", None)])
+    differ = "the nodes have different numbers of ranks, 1 to 2"
+    assert collective_groups(ranks, "gloo", {}) == CollectiveGroups("one rank on a node", differ)
 
 
 def measured(ranks: Ranks, group: ProcessGroup | str, *, reduces: bool = False) -> list[float]:

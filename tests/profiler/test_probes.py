@@ -18,8 +18,6 @@ from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import FP32_STATES, AdamKernel
 from deep_opt_states.profiler import probes
 from deep_opt_states.profiler.profile import sample, stock_cpu_adam, training_cpu_adam
-from deep_opt_states.profiler.ranks import Ranks
-from tests.profiler.threads import on_ranks
 from tests.profiler.virtual import SMALL, TimedAdam, VirtualDevice
 from tests.runtime.plain_adam import PlainAdam
 
@@ -148,39 +146,22 @@ def test_a_launch_updates_fewer_parameters_if_memory_is_short(monkeypatch: pytes
 EFFORT = replace(SMALL, warm_ups=2, min_samples=3, max_samples=10, budget_s=1.0)
 
 
-def counting_probe(base: int = 0, fails_at: int | None = None) -> probes.Probe:
-    """Return a probe whose n-th repetition returns a rate and a time of ``base`` + n, and whose ``fails_at``-th raises.
-
-    It fails to be prepared if that is 0.
-    """
-    numbers = count(base)
-
-    def repeat() -> probes.Rates:
-        number = next(numbers)
-        if number == fails_at:
-            raise MemoryError("no [memory]\nat all")
-        return {"h2d_bytes_per_s": number, "copy_latency_s": number}
-
-    repeat()
-    return repeat
+def counting_probe() -> probes.Probe:
+    """Return a probe whose n-th repetition returns a rate and a time of n."""
+    numbers = count()
+    return lambda: dict.fromkeys(("h2d_bytes_per_s", "copy_latency_s"), next(numbers))
 
 
 def test_the_slowest_rank_counts_in_each_repetition_after_the_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(value: Any) -> list[Any]:
+        """Return the rates of three ranks: those of the others are smaller by 5, or larger by 4."""
+        if not isinstance(value, dict):
+            return [value] * 3
+        return [{name: rate + more for name, rate in value.items()} for more in (0, -5, 4)]
+
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    outcomes = on_ranks(3, lambda ranks: sample(lambda: counting_probe(base=[5, 0, 9][ranks.rank]), EFFORT, ranks))
-    # The smallest rate is rank 1's, the longest time rank 2's.
-    expected = [{"h2d_bytes_per_s": number, "copy_latency_s": 9 + number} for number in range(3, 13)]
-    assert outcomes == [expected] * 3
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 4], ids=["when it is prepared", "in the warm-up", "later"])
-def test_a_failure_on_one_rank_is_raised_on_all_ranks(fails_at: int) -> None:
-    def program(ranks: Ranks) -> object:
-        return sample(lambda: counting_probe(fails_at=fails_at if ranks.rank == 1 else None), EFFORT, ranks)
-
-    outcomes = on_ranks(3, program)
-    assert [type(outcome) for outcome in outcomes] == [probes.ProbeError] * 3
-    assert {str(outcome) for outcome in outcomes} == {"rank 1: MemoryError: no [memory]"}
+    found = sample(counting_probe, EFFORT, mock.Mock(size=3, gather=gather))
+    assert found == [{"h2d_bytes_per_s": n - 5, "copy_latency_s": n + 4} for n in range(2, 12)]
 
 
 def test_cuda_releases_both_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,14 +112,17 @@ def make_engine(case: SharingCase, model: torch.nn.Module, block: Block, **chang
     return engine
 
 
-def train(engine: Any, micro_batches: int, before_step: Callable[[int], object] = lambda number: None) -> Record:
+def train(engine: Any, micro_batches: int) -> Record:
     losses = []
     for number in range(micro_batches):
         loss = engine(tokens(dist.get_rank(), number))
         engine.backward(loss)
-        before_step(number)
+        if number == micro_batches - 1:
+            named = dict(engine.module.named_parameters())
+            gradients = {f"gradient of {name}": safe_get_full_grad(param).clone() for name, param in named.items()}
         engine.step()
         losses.append(loss.item())
     record = Record(optimizer_class=type(engine.optimizer).__name__, numbers={"loss": losses})
     collect(engine.optimizer, record)
+    record.tensors.update(gradients)
     return record

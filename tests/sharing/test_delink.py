@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -218,18 +219,16 @@ def test_a_killed_delink_leaves_the_old_checkpoint_and_no_half_of_a_new_one(pseu
     assert complete >= 1, "killed after the rename, before latest_universal"
 
 
-def test_another_process_that_writes_the_same_folder_is_noticed(pseudo: Path) -> None:
-    arguments = ["delink", str(pseudo), str(pseudo.parent / "real"), *LAYERS, "--moments", "copy"]
-    link, codes = os.link, []
-
-    def link_and_start_another(*of_link: Any) -> None:
-        if not codes:
-            codes.append(exit_code_of_child(lambda: main(arguments)))
-        link(*of_link)
-
-    with mock.patch.object(os, "link", link_and_start_another):
-        assert main(arguments) == 0
-    assert codes == [1]
+def test_another_process_that_writes_the_same_folder_is_noticed(
+    pseudo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial_folder = pseudo.parent / ".real.partial"
+    partial_folder.mkdir()
+    descriptor = os.open(partial_folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert main(["delink", str(pseudo), str(pseudo.parent / "real"), *LAYERS, "--moments", "copy"]) == 1
+    assert "must be written by one process at a time" in capsys.readouterr().err
+    os.close(descriptor)
 
 
 def test_a_layer_ends_at_a_dot() -> None:
