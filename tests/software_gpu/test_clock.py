@@ -45,9 +45,7 @@ def ends_of(capacities: dict[str, float], *works: Work) -> object:
 
 @on_device
 def test_an_engine_executes_its_work_in_order_beside_the_other_engines() -> None:
-    copy = work(H2D, 2, 0.5, h2d=30)
-    assert ends_of({"h2d": 10}, copy) == [5.5]
-    assert ends_of({}, copy) == [2.5]
+    assert ends_of({}, work(H2D, 2, 0.5, h2d=30)) == [2.5]
     works = [
         work(H2D, h2d=10),
         work(H2D, 0.5, 0.25, h2d=20),
@@ -68,9 +66,7 @@ def test_copies_and_updates_of_the_cpu_share_the_link_and_host_memory() -> None:
     assert ends_of({**link, "both_directions": 20}, up, down) == [3, 3]
     machine = {"h2d": 50, "host_memory": 100, "cpu": 1, "gpu": 1}
     update, copy = work(NONE, cpu=1, host_memory=100), work(H2D, h2d=50, host_memory=50)
-    assert ends_of(machine, update) == [1]
-    assert ends_of(machine, copy) == [1]
-    # Work that does not use the full resource is not slowed down.
+    # Each alone would take 1 s. Work that does not use the full resource is not slowed down.
     assert ends_of(machine, update, copy, work(COMPUTE, gpu=1)) == [1.5, 1.5, 1]
 
 
