@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
 
 import deep_opt_states
 from deep_opt_states.device.kernels.adam import RangeUpdate
@@ -171,9 +170,7 @@ BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
     "evaluation": torch.no_grad()(
         lambda training: forward(training.engine, parity_inputs(training.case, -1, training.number))
     ),
-    "safe_get": lambda training: safe_get_full_fp32_param(next(training.engine.module.parameters())),
     "gather": lambda training: gather(training.engine),
-    "states": lambda training: training.engine.optimizer.state,
 }
 """The readers that come between the two steps."""
 
