@@ -37,7 +37,7 @@ from tests.tiers import thorough
 EXAMPLES = REPOSITORY / "examples"
 PLAN = r"\[deep_opt_states\] \d+ units, .* [1-9]\d* streamed"
 STEPS = 2
-THOROUGH = ("accelerated.py, bf16 states", "hf_trainer.py", "hf_trainer.py, bf16 states")
+THOROUGH = ("accelerated.py, bf16 states", "hf_trainer.py, bf16 states")
 BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
@@ -67,8 +67,7 @@ def check_checkpoints(found: Path, expected: Path, moments: torch.dtype = torch.
 @pytest.mark.P1
 @pytest.mark.P3
 @pytest.mark.P4
-# ``software_gpu/training`` has the Trainer, too.
-@pytest.mark.parametrize("example", ["accelerated.py", "with_lightning.py", *map(thorough, THOROUGH)])
+@pytest.mark.parametrize("example", ["accelerated.py", "hf_trainer.py", "with_lightning.py", *map(thorough, THOROUGH)])
 @ranks(1, group=nullcontext)
 def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(example: str, tmp_path: Path) -> None:
     """Compare checkpoints after each step with stock's, which is not interrupted. Updates outlast ``step()``."""

@@ -78,5 +78,8 @@ def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors are equal, bit for bit, on any device; NaN equals nothing."""
-    return all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, expected, strict=True))
+    """Return whether all tensors have the same dtypes and the same bytes, on any device; 0 is not -0."""
+    pairs = [(one.cpu().flatten(), other.cpu().flatten()) for one, other in zip(found, expected, strict=True)]
+    return all(
+        one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs
+    )

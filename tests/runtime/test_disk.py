@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.state_file import DiskError, StateFile
@@ -26,6 +25,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Partition
 from tests.runtime.moving import Model, MovingIteration, MovingTraining, iterations_of, train_serially
+from tests.runtime.random_states import same
 
 PARTITIONS = [
     Partition("layers.0.weight", 9000),
@@ -73,7 +73,7 @@ def is_right(folder: Path, seed: int) -> bool:
     planned = iterations(chance, 5)
     with hostile_disk(chance):
         found = MovingTraining(MODEL, planned[0].plan, HostDevice(), [folder] * (1 + seed % 2)).train(planned)
-    return all(map(torch.equal, found, train_serially(MODEL, planned)))
+    return same(found, train_serially(MODEL, planned))
 
 
 @pytest.mark.P2
@@ -164,7 +164,7 @@ def test_a_failed_read_for_an_update_that_reads_again_changes_nothing(tmp_path: 
             training.executor.sync_states_to_host()
             training.executor._threads.drain()
         found.extend(training.run(number, iteration))
-    assert all(map(torch.equal, [*found, *training.end()], train_serially(MODEL, planned)))
+    assert same([*found, *training.end()], train_serially(MODEL, planned))
 
 
 def test_a_short_transfer_goes_on_at_the_last_whole_page(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_training_goes_on_if_the_folder_is_removed_and_leaves_no_descriptor_open
     folder.mkdir()
     training = MovingTraining(MODEL, planned[0].plan, HostDevice(), [folder])
     folder.rmdir()
-    assert all(map(torch.equal, training.train(planned), train_serially(MODEL, planned)))
+    assert same(training.train(planned), train_serially(MODEL, planned))
     del training
     gc.collect()
     descriptors = Path("/proc/self/fd").iterdir()

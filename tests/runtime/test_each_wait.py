@@ -27,10 +27,7 @@ import deep_opt_states.zero.step
 from deep_opt_states.device.cuda import CudaEvent, CudaStream
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.zero.step.staging import Staging
-from tests.runtime.moving import (
-    Model,
-    random_iterations,
-)
+from tests.runtime.moving import Model, random_iterations
 from tests.runtime.on_software_gpu import SoftwareDevice, faults_of, is_right
 from tests.runtime.random_states import same
 from tests.software_gpu.plugged import plugged
@@ -149,7 +146,6 @@ def gradients() -> bool:
     """
     device = SoftwareDevice()
     staging = Staging(device, BUFFER_NUMEL, torch.float32)
-    device.copy = copied = mock.Mock(wraps=device.copy)  # type: ignore[method-assign]
     host, other = (device.empty_host(NUMEL, torch.float32).fill_(value) for value in (-1, -2))
     values, expected = torch.arange(NUMEL, dtype=torch.float32) / 3, torch.full((NUMEL,), -1.0)
     bucket, reduction = device.empty(NUMEL, torch.float32), device.stream()
@@ -169,15 +165,6 @@ def gradients() -> bool:
         with reduction.issue():
             staging.flush()
     staging.synchronize()
-    sent_numels = [
-        call.args[0].numel()
-        for call in copied.call_args_list
-        if call.args[0].untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
-    ]
-    assert sum(sent_numels) == sum(sum(numels) for _, numels in RUNS)
-    # Adjacent gradients are copied together, and gradients longer than a buffer are copied in pieces.
-    pieces = sum(-(-sum(numels) // BUFFER_NUMEL) for _, numels in RUNS)
-    assert len(RUNS) < len(sent_numels) <= pieces
     found = host.clone()
     sent = device.empty_host(40, torch.float32).copy_(torch.arange(40))
     gradient, read_again = (device.empty(40, torch.float32) for _ in range(2))

@@ -1,30 +1,29 @@
-"""Check memory: poison, the allocator, its limit and protection; and which copies are divided."""
+"""Check the device's memory: poison, protection, which copies are divided, and that transfers to disk are known."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
 from deep_opt_states.device import cuda
+from deep_opt_states.device.state_file import StateFile
 from tests.forked_child import protection_of
 from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
 from tests.software_gpu.plugged import TORCH
+from tests.software_gpu.racecheck import checked_threads, take_races
 from tests.software_gpu.ranks import on_device
 from tests.software_gpu.settings import changed
 
-MIB = 2**20
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 1000, 3_000_001)
 """Numbers of elements: small blocks, and blocks of 6 MB to 24 MB, which get their poison by other pages."""
-
-
-def _new(size_bytes: int) -> torch.Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE_TYPE)
 
 
 def _is_nan(tensor: torch.Tensor) -> bool:
@@ -49,32 +48,6 @@ def test_memory_that_was_never_written_and_memory_that_is_reused_is_nan() -> Non
     assert torch.empty(7, dtype=torch.int64, device=DEVICE_TYPE).tolist() == [-1] * 7
     torch.ones(1000).pin_memory()
     assert torch.empty(1000, pin_memory=True).isnan().all()
-
-
-@on_device
-def test_an_allocation_beyond_the_capacity_empties_the_cache_and_raises_if_that_is_not_enough() -> None:
-    device.empty_cache()
-    reserved = device.memory_reserved()
-
-    def retries_and_errors() -> tuple[int, int]:
-        return tuple(device.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms"))
-
-    retries, errors = retries_and_errors()
-    with changed(memory_bytes=reserved + 100 * MIB):
-        cached = _new(60 * MIB)
-        del cached
-        with device.stream(device.Stream()):
-            # The cached block is of another stream.
-            kept = _new(50 * MIB)
-        assert device.memory_reserved() == reserved + 50 * MIB
-        assert retries_and_errors() == (retries + 1, errors)
-        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory\. Tried to allocate 60 MiB"):
-            _new(60 * MIB)
-        assert retries_and_errors() == (retries + 2, errors + 1)
-        # The error leaves everything as it was.
-        kept.fill_(3)
-        assert kept[-1].item() == 3
-        assert _new(50 * MIB).data_ptr() != 0
 
 
 @on_device
@@ -119,3 +92,31 @@ def test_large_copies_between_host_and_device_are_divided_and_no_others() -> Non
         assert _names_of_work(lambda: ours.copy(on_gpu[:few], host[:few])) == ["copy H2D"]
         assert _names_of_work(lambda: ours.copy(other, on_gpu)) == ["copy"]
         assert _names_of_work(lambda: ours.copy(in_bf16, host)) == ["copy H2D", "copy"]
+
+
+# Transfers to disk, which no seeded fault shows
+
+
+@on_device
+def test_the_race_check_knows_transfers_to_disk() -> None:
+    def races(file: StateFile, transfer: str, *, waits: bool) -> list[str]:
+        with changed(racecheck=True), checked_threads():
+            pinned = torch.zeros(mmap.PAGESIZE // 4).pin_memory()
+            pinned.copy_(torch.ones(mmap.PAGESIZE // 4, device=DEVICE_TYPE), non_blocking=True)
+            if waits:
+                device.synchronize()
+            getattr(file, transfer)(memoryview(pinned.numpy()).cast("B"), 0)
+            device.synchronize()
+            # The temporary tensor is freed while the stream reads it.
+            return [race for race in take_races() if "memory that was freed" not in race]
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = StateFile(Path(folder), mmap.PAGESIZE)
+        file.reserve(0, mmap.PAGESIZE)
+        for transfer, access in (
+            ("write", "read on thread MainThread by a write"),
+            ("read", "write on thread MainThread"),
+        ):
+            assert races(file, transfer, waits=True) == []
+            (race,) = races(file, transfer, waits=False)
+            assert access in race

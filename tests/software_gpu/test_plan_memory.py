@@ -23,31 +23,20 @@ from tests.software_gpu.filled_gpu.test_filled_gpu import scripted
 from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import GIB
 from tests.tiers import thorough
-from tests.zero.parity.case import Case
+from tests.zero.parity.case import Case, by_name
 from tests.zero.parity.training import Block, Record, assert_same_bits
 
-# Four large layers. The fp32 states of each fill segments of the allocator. With smaller units, the free part of the
-# last segment would be what is measured. With two large layers in fp32, gradients fill segments, too.
-LARGE = replace(CASE, widths=(64, 2000, 2600, 2000, 2600, 2000, 64))
-SMALL = replace(CASE, widths=(64, 2000, 2600, 2000, 64), dtype="fp32")
+# Two large layers. The states and gradients of each fill segments of the allocator. With smaller units, the free part
+# of the last segment would be what is measured.
+LARGE = replace(CASE, widths=(64, 2000, 2600, 2000, 64), dtype="fp32")
 LARGE_LAYER, TOKENS, TOLERANCE = 5_203_000, 64, 0.05
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-PLANS = {
-    "1 slot": (1, (STREAMED,)),
-    "2 slots": (2, (STREAMED,)),
-    "3 slots": (3, (STREAMED,)),
-    "mixed": (2, (RESIDENT, STREAMED, CPU)),
-    "resident": (1, (RESIDENT,)),
-    "cpu": (1, (CPU,)),
-}
+PLANS = {"2 slots": (2, (STREAMED,)), "resident": (1, (RESIDENT,)), "mixed": (2, (RESIDENT, STREAMED, CPU))}
 """The slots, and the placements of the units in turn, of the plans that replace each other between steps."""
 
 
-def rules(streamed: str) -> dict[str, Any]:
-    """Return rules by name for which one large layer is resident, and ``streamed`` matches the streamed ones."""
-    states = {"layers.1.*": "resident", streamed: "streamed", "*": "cpu"}
-    return {"placement": [{"match": match, "states": placement} for match, placement in states.items()]}
+RULES = by_name({"layers.1.*": "resident", "layers.2.*": "streamed", "*": "cpu"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +48,26 @@ class Training:
     """
 
     block: dict[str, Any]
+    steps: int
     case: Case = LARGE
     memory_bytes: int = 4 * GIB
     plans: tuple[str, ...] = ()
     sums_of: tuple[str, ...] = ()
-    steps: int = 7
     short_after: int | None = None
 
 
 TRAININGS = {
-    "few plans": Training(block=rules("layers.2.*"), case=SMALL, plans=("2 slots", "resident"), steps=3),
+    "few plans": Training(block=RULES, plans=("2 slots", "resident"), steps=3),
     "accumulation": Training(
-        block=rules("layers.2.*"), case=replace(LARGE, accumulation=3), plans=tuple(PLANS), sums_of=("rules", *PLANS)
+        block=RULES, case=replace(LARGE, accumulation=3), plans=tuple(PLANS), sums_of=("rules", *PLANS), steps=4
     ),
-    # One more buffer beside the gradients: these plans have as many as fill segments.
     "offload_param": Training(
-        block=rules("layers.[23].*"),
-        case=replace(LARGE, offload_param=True),
-        plans=("3 slots", "mixed", "resident", "cpu"),
-        steps=5,
+        block=RULES, case=replace(LARGE, offload_param=True), plans=("2 slots", "resident"), steps=3
     ),
     # The budget is for the sums of all gradients, but for no states.
     "only sums": Training(
         block={"gpu_memory_gb": 0.046},
-        case=replace(SMALL, accumulation=2),
+        case=replace(LARGE, accumulation=2),
         memory_bytes=GIB // 2,
         sums_of=("at start",),
         steps=6,

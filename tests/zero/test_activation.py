@@ -1,4 +1,4 @@
-"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock but for eight wrappers.
+"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock.
 
 The tests start fresh interpreters, since pytest has imported the modules that must not be imported yet. This file is
 also the user's script that they start, which does not mention any plugin: only its JSON config does.
@@ -6,11 +6,9 @@ also the user's script that they start, which does not mention any plugin: only 
 
 from __future__ import annotations
 
-import inspect
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,7 @@ def train(config: str) -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     engine.backward(engine(torch.ones(2, 8, device=engine.device, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
-    # Several ranks share the output, so write the line at once.
-    sys.stdout.write(f"trained with {type(engine.optimizer).__name__}\n")
+    print(f"trained with {type(engine.optimizer).__name__}")
     end_process()
 
 
@@ -65,27 +62,13 @@ def optimizer_or_error(config: str) -> dict[str, Any]:
     return {"optimizer": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}", "modules": sorted(sys.modules)}
 
 
-def wrapped_in(module: Any) -> Iterator[str]:
-    """Yield the attributes of the module, and of its classes, that are wrapt wrappers around functions."""
-    for owner in (module, *(value for value in vars(module).values() if inspect.isclass(value))):
-        for value in vars(owner).values():
-            if type(value).__name__ == "FunctionWrapper":
-                yield f"{value.__wrapped__.__module__}.{value.__wrapped__.__qualname__}"
-
-
 def report(path: str, trained: str, *configs: str) -> None:
     """Write everything that differs from stock DeepSpeed, with an engine of each config. Then import us, and train."""
     import torch  # noqa: F401
 
     with_torch = sorted(sys.modules)
     engines = [optimizer_or_error(config) for config in configs]
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"]
-    found = {
-        "with torch": with_torch,
-        "engines": engines,
-        "wrapped": sorted({name for module in modules for name in wrapped_in(module)}),
-    }
-    Path(path).write_text(json.dumps(found))
+    Path(path).write_text(json.dumps({"with torch": with_torch, "engines": engines}))
     import deep_opt_states  # noqa: F401
 
     train(trained)
@@ -113,23 +96,15 @@ def without_wrapt(modules: list[str]) -> set[str]:
 
 
 @pytest.mark.P3
-def test_the_block_enables_the_plugin_and_without_it_deepspeed_is_stock_except_for_eight_wrappers(
-    tmp_path: Path,
-) -> None:
-    """Check torchrun, a spawned child, and an import of the plugin where PyTorch does not load it; and the wrappers.
-
-    ``__init__`` ends updates of other engines, and ``_configure_zero_optimizer`` makes the optimizer. The others only
-    check: each config, each engine that has its optimizer, since stage 0 never configures a ZeRO optimizer, each
-    checkpoint, before it is loaded, and whether all of it, or of a model, was saved. A wait in ``init_distributed`` is
-    watched.
-    """
+def test_the_block_enables_the_plugin_and_without_it_deepspeed_loads_none_of_it(tmp_path: Path) -> None:
+    """Check torchrun, a spawned child, and an import of the plugin where PyTorch does not load it."""
     with_block = write_config(tmp_path / "block.json", ZERO_3, deep_optimizer_states=BLOCK)
     no_block = write_config(tmp_path / "no_block.json", ZERO_3)
     misspelled = write_config(tmp_path / "misspelled.json", ZERO_3, deep_opt_states=BLOCK)
     disabled = write_config(tmp_path / "disabled.json", ZERO_3, deep_optimizer_states={**BLOCK, "enabled": False})
     stage_0 = write_config(tmp_path / "stage_0.json", {"stage": 0}, deep_optimizer_states=BLOCK)
     hooked_report, unhooked_report = tmp_path / "hooked", tmp_path / "unhooked"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "--rdzv-backend", "c10d")
     with ThreadPoolExecutor() as pool:
         hooked_configs = (no_block, misspelled, disabled, stage_0)
         runs = [
@@ -138,7 +113,7 @@ def test_the_block_enables_the_plugin_and_without_it_deepspeed_is_stock_except_f
             pool.submit(run, *torchrun, "--rdzv-endpoint", "127.0.0.1:0", SCRIPT, "train", with_block),
         ]
     outputs = [one.result().output for one in runs]
-    assert [output.count(TRAINED) for output in outputs] == [1, 1, 2]
+    assert [output.count(TRAINED) for output in outputs] == [1, 1, 1]
     assert outputs[0].count('the key "deep_opt_states" in the DeepSpeed config has no effect') == 1
     hooked, unhooked = (json.loads(path.read_text()) for path in (hooked_report, unhooked_report))
     assert without_wrapt(hooked["with torch"]) - set(unhooked["with torch"]) == ACTIVATION_MODULES
@@ -153,14 +128,6 @@ def test_the_block_enables_the_plugin_and_without_it_deepspeed_is_stock_except_f
     for engine in with_stock[:2]:
         assert without_wrapt(engine["modules"]) - stocks_modules == ACTIVATION_MODULES | {"deep_opt_states.waiting"}
         assert stocks_modules <= set(engine["modules"])
-
-    saving = ("save_16bit_model", "save_checkpoint")
-    methods = ("__init__", "_configure_zero_optimizer", "_do_sanity_check", "load_checkpoint", *saving)
-    engine = "deepspeed.runtime.engine.DeepSpeedEngine"
-    config = "deepspeed.runtime.config.DeepSpeedConfig._initialize_params"
-    watched = "deepspeed.comm.comm.init_distributed"
-    assert hooked["wrapped"] == [watched, config, *(f"{engine}.{method}" for method in methods)]
-    assert unhooked["wrapped"] == []
 
 
 def test_import_torch_survives_a_broken_wrapt_also_if_warnings_are_errors(tmp_path: Path) -> None:

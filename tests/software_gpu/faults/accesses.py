@@ -34,6 +34,11 @@ def before_each_backward(access: Callable[[Any], Any]) -> Accessing:
     return _accessing("backward", access, before=True)
 
 
+def after_each_backward(access: Callable[[Any], Any]) -> Accessing:
+    """Call ``access`` with the optimizer after each backward, before the step. The context yields the results."""
+    return _accessing("backward", access, before=False)
+
+
 def abandoning() -> AbstractContextManager[Results]:
     """Read the gradients after each backward, and abandon every second of them with ``zero_grad``."""
     backwards = count()
@@ -43,7 +48,7 @@ def abandoning() -> AbstractContextManager[Results]:
         if next(backwards) % 2:
             optimizer.zero_grad()
 
-    return _accessing("backward", read_and_abandon, before=False)()
+    return after_each_backward(read_and_abandon)()
 
 
 def _accessing(name: str, access: Callable[[Any], Any], *, before: bool) -> Accessing:

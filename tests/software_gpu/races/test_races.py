@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from tests.ranks import ranks
 from tests.software_gpu.faults import accesses
-from tests.software_gpu.faults.accesses import READS, after_each_step, before_each_backward
+from tests.software_gpu.faults.accesses import READS, after_each_backward, after_each_step, before_each_backward
+from tests.software_gpu.faults.missing_order import combined
 from tests.software_gpu.races.race_ranks import checked
 from tests.software_gpu.ranks import software_process_group
 from tests.tiers import thorough
@@ -62,12 +63,12 @@ def trained(case: Case, block: Block, script: Script = nullcontext) -> Record:
         return run_variant(replace(case, world_size=dist.get_world_size()), block)
 
 
-def in_turn(accesses: tuple[Callable[[Any], Any], ...]) -> Script:
-    """Call another one of the ``accesses`` after each step."""
+def in_turn(accesses: tuple[Callable[[Any], Any], ...], place: Callable[..., Script] = after_each_step) -> Script:
+    """Call another one of the ``accesses`` after each step, or at another ``place``."""
 
     def script() -> AbstractContextManager[object]:
         turns = cycle(accesses)
-        return after_each_step(lambda optimizer: next(turns)(optimizer))()
+        return place(lambda optimizer: next(turns)(optimizer))()
 
     return script
 
@@ -99,11 +100,13 @@ def test_every_access_of_a_script_is_ordered_and_the_bits_are_those_of_stock() -
 
 @pytest.mark.P1
 @ranks(2, thorough(1), group=software_process_group, timeout_s=600)
-def test_moves_of_units_are_ordered_and_the_bits_are_those_of_stock() -> None:
+def test_moves_of_units_and_reads_after_them_are_ordered_and_the_bits_are_those_of_stock() -> None:
+    """Read between backward, which begins with the moves, and the step."""
     moved = MoveCounts()
     # With a plan that updates everything on the CPU, no kernel for the GPU would be made.
     case = replace(ACCESSED, steps=MAX_STEPS)
-    check(case, STRIDE_2, partial(random_moves, 0, moved, 1.0), trained(case, None))
+    script = combined(partial(random_moves, 0, moved, 1.0), in_turn(READS, after_each_backward))
+    check(case, STRIDE_2, script, trained(case, None))
     assert set(moved.kinds) == KINDS, "every kind of move is checked"
     assert min(moved.recut_plans, moved.evictions, moved.restorations) > 0
 

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
 from deep_opt_states.zero.start import planning
+from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES
 from tests.model.profiles import profile
 from tests.ranks import ranks
@@ -22,6 +23,9 @@ from tests.tiers import thorough
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES, QUICK
 from tests.zero.parity.training import Block, Record, assert_same_bits, run_resumed, run_variant
+from tests.zero.tensor_parallel import cases as tensor_parallel
+from tests.zero.tensor_parallel.cases import TensorParallelCase
+from tests.zero.tensor_parallel.layouts import layouts
 
 MACHINE = MachineRates(
     h2d=5e10,
@@ -137,3 +141,24 @@ def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(adv
     for case, arms in trained_cases:
         print(f"case: {case.name}", flush=True)
         check(case, arms)
+
+
+@pytest.mark.P1
+@pytest.mark.P2
+@ranks(2, group=software_process_group)
+def test_training_beside_tensor_parallelism_on_the_device_has_the_bits_of_stock() -> None:
+    """Train until the plugin has planned with the windows and the memory that it measured in the first steps."""
+    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
+    layout, case = layouts()["mpu"], TensorParallelCase("mpu", "fp16", "plain", zero_init=False)
+    stock = tensor_parallel.run(case, layout, None, FIRST_STEPS + 3)
+    with (
+        plugged(replace(ADVERSARIES["lazy"], rates=MACHINE)),
+        mock.patch.object(planning, "quick_profile", return_value=profile()),
+    ):
+        block = tensor_parallel.block_of(tensor_parallel.BY_NAME, layout)
+        ours = tensor_parallel.run(case, layout, block, FIRST_STEPS + 3)
+    assert_same_bits(stock, ours)
+    assert ours.placements == {"cpu", "resident", "streamed"}
+    assert ours.deferred >= 2, "too few updates that overlap with forward"
+    assert stock.numbers["skipped"][-1]

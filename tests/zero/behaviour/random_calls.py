@@ -51,9 +51,10 @@ def skip_a_step(engine: Any, rng: random.Random, _: Path) -> Seen:
 
 
 def access_between_backward_and_step(engine: Any, rng: random.Random, folder: Path) -> Seen:
-    """Read or write states when they may have been prefetched already."""
+    """Read or write states, or evaluate, when states may have been prefetched already."""
     engine.backward(loss_of(engine(inputs(rng.randrange(100)))))
-    yield from rng.choice((gradients, params, lambda engine: write(engine, rng, folder)))(engine)
+    access = rng.choice((gradients, params, evaluate, write))
+    yield from access(engine, rng, folder) if access in (evaluate, write) else access(engine)
     engine.step()
 
 

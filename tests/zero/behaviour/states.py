@@ -46,8 +46,12 @@ Kept = Iterator[torch.Tensor]
 """The tensors that a script keeps after it has assigned to states."""
 
 
+@in_each({**BLOCK, "unit_size": 80})
 def fragments(variant: BehaviourVariant) -> Seen:
-    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters."""
+    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters.
+
+    Units cut parameters, so that a gradient is in several places.
+    """
     for dtype, changes in BY_DTYPE.items():
         model = BehaviourNet()
         model.layers[1].requires_grad_(False)

@@ -182,47 +182,29 @@ def test_a_checkpoint_is_understood_before_it_is_loaded() -> None:
             job(Engines(stock, ours, folder / str(number)))
 
 
-class OwnScheduler:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def state_dict(self) -> Any:
-        return [3]
-
-    def load_state_dict(self, state: Any) -> None:
-        (self.steps,) = state
-
-
-def scheduler_of(kind: str) -> Any:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    return {
-        "LambdaLR": LAMBDA,
-        "ChainedScheduler": chained,
-        "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.2, cycle_momentum=False),
-        "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
-        "OwnScheduler": OwnScheduler,
-    }[kind](optimizer)
+OwnScheduler = mock.Mock(**{"return_value.state_dict.return_value": [3]})
+CyclicLR = partial(lr_scheduler.CyclicLR, base_lr=0.1, max_lr=0.2, cycle_momentum=False)
 
 
 @pytest.mark.parametrize(
-    ("kind", "saved", "loads"),
+    ("make", "saved", "loads"),
     [
-        ("LambdaLR", None, False),
-        ("LambdaLR", {}, False),
-        ("LambdaLR", {"lr_lambdas": [None, {}]}, False),
-        ("LambdaLR", {"lr_lambdas": [3]}, False),
-        ("LambdaLR", {"lr_lambdas": []}, True),
-        ("LambdaLR", {"lr_lambdas": [{"factor": 2}], "another": "entry"}, True),
-        ("ChainedScheduler", {"_schedulers": None}, False),
-        ("ChainedScheduler", {"_schedulers": [{}] * 3}, False),
-        ("CyclicLR", {"mode": "triangular"}, False),
-        ("CyclicLR", {"_scale_fn_custom": {"gamma": 1.0}}, False),
-        ("ReduceLROnPlateau", {"mode": "text"}, False),
-        ("ReduceLROnPlateau", {}, True),
-        ("OwnScheduler", [3], True),
+        (LAMBDA, None, False),
+        (LAMBDA, {}, False),
+        (LAMBDA, {"lr_lambdas": [None, {}]}, False),
+        (LAMBDA, {"lr_lambdas": [3]}, False),
+        (LAMBDA, {"lr_lambdas": [{"factor": 2}], "another": "entry"}, True),
+        (chained, {"_schedulers": None}, False),
+        (chained, {"_schedulers": [{}] * 3}, False),
+        (CyclicLR, {"mode": "triangular"}, False),
+        (CyclicLR, {"_scale_fn_custom": {"gamma": 1.0}}, False),
+        (lr_scheduler.ReduceLROnPlateau, {"mode": "text"}, False),
+        (lr_scheduler.ReduceLROnPlateau, {}, True),
+        (OwnScheduler, [3], True),
     ],
 )
-def test_the_state_of_a_scheduler_is_refused_only_if_pytorch_cannot_load_it(kind: str, saved: Any, loads: bool) -> None:
-    scheduler = scheduler_of(kind)
+def test_the_state_of_a_scheduler_is_refused_only_if_pytorch_cannot_load_it(make: Any, saved: Any, loads: bool) -> None:
+    scheduler = make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     problem = problem_of_scheduler(scheduler, saved)
     errors = (AttributeError, IndexError, KeyError, TypeError, ValueError)
     with nullcontext() if loads else pytest.raises(errors):
@@ -230,13 +212,7 @@ def test_the_state_of_a_scheduler_is_refused_only_if_pytorch_cannot_load_it(kind
     assert problem is None if loads else " must " in str(problem)
 
 
-class Textless(Exception):
-    def __str__(self) -> str:
-        raise KeyError
-
-    __repr__ = __str__
-
-
 def test_an_object_without_text_is_described_by_its_type() -> None:
-    for value in (Textless(), [Textless()]):
+    textless = mock.MagicMock(__str__=mock.Mock(side_effect=KeyError), __repr__=mock.Mock(side_effect=KeyError))
+    for value in (textless, [textless]):
         assert shown(value) == f"an object of type {type(value).__name__} whose text raises KeyError"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from unittest import mock
-
-import pytest
-
 from deep_opt_states.zero.step.gpu_memory import OBSERVED_STEPS, GpuBudget
 
 MARGIN = 100
@@ -101,25 +96,3 @@ def test_a_budget_of_the_user_holds_from_the_start_and_only_shrinks() -> None:
     for limit, allowed in ((600, 200), (100, 100), (150, 100), (-5, 0), (100, 0)):
         training.budget.limit(limit)
         assert training.budget.bytes == allowed
-
-
-def random_trainings() -> None:
-    for seed in range(20):
-        chance = random.Random(seed)
-        training = BudgetedTraining(limit=None if chance.random() < 0.7 else chance.randrange(800))
-        base = chance.randrange(1000)
-        for number in range(600):
-            training.retries += chance.random() < 0.05
-            evicts = chance.random() < 0.2
-            needs = max(0, min(base + chance.randrange(-300, 300), 1000 if evicts else 1000 - training.held))
-            before, allowed = training.budget.bytes, training.step(needs, evicts=evicts)
-            assert allowed >= 0
-            if number >= OBSERVED_STEPS:
-                assert allowed <= before
-                assert allowed + needs <= 1000, "the next plan may hold memory that was not free in this step"
-
-
-def test_in_random_trainings_the_budget_is_free_memory_and_only_shrinks_and_not_without_a_limit() -> None:
-    random_trainings()
-    with mock.patch.object(GpuBudget, "limit", return_value=None), pytest.raises(AssertionError):
-        random_trainings()

@@ -151,17 +151,6 @@ def test_no_plan_is_made_before_all_ranks_know_their_windows_and_their_need(trai
 
 
 @pytest.mark.P6
-def test_when_memory_is_short_a_plan_is_made_once_with_what_is_left(training: TrainingOfOneRank) -> None:
-    filled(training).free_bytes = 4 * GB
-    assert not training.step()
-    assert training.memory.is_short
-    training.running.calls.clear()
-    assert [training.step() for _ in range(20)] == [False, True] + [False] * 18
-    assert training.running.calls[:4] == ["evict", "measure", "adopt", "restore"]
-    assert 0 < training.held_bytes <= 3 * GB
-
-
-@pytest.mark.P6
 def test_states_that_rules_keep_are_planned_for_once_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(REQUEST, rules=PlacementRules((PlacementRule(("*",), "resident"),)))
     request = replace(request, budgets=Budgets(gpu_bytes=request.fixed_bytes))

@@ -8,7 +8,6 @@ import platform
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,12 +20,7 @@ from deep_opt_states.host import machine
 from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.runtime import state_memory
 from deep_opt_states.zero.internals.agreement import RanksDisagree
-from deep_opt_states.zero.start.node_share import (
-    FreeHostMemory,
-    SharingRanks,
-    check_free_memory,
-    free_share_bytes,
-)
+from deep_opt_states.zero.start.node_share import FreeHostMemory, SharingRanks, check_free_memory, free_share_bytes
 from perf_model.prediction.memory import MemoryKind
 from tests.profiler.threads import on_ranks
 from tests.ranks import ranks
@@ -184,7 +178,7 @@ def test_ranks_share_the_memory_of_the_node_and_of_their_container() -> None:
 
 @ranks(2)
 def test_a_rank_whose_host_refuses_second_versions_of_states_trains_without_them() -> None:
-    """Check it at the start, when the host has the memory later, and when the same plan is refused again."""
+    """Check it at the start, and when the host has the memory later."""
     case = Case(name="refused", blocks=(eager(STRIDE_2),), world_size=2, steps=2)
     refuses = dist.get_rank() == 1
     slab = mock.patch.object(state_memory, "HostSlab", side_effect=HostMemoryError("1 GB refused"))
@@ -207,13 +201,7 @@ def test_a_rank_whose_host_refuses_second_versions_of_states_trains_without_them
         running.adopt(plan)
         assert running.restore()
         same_as_stock(plan.eager)
-        # Memory that is kept would not be requested again.
-        running.adopt(replace(plan, eager=frozenset()))
-        with slab:
-            running.adopt(plan)
-            assert running.restore()
-        same_as_stock(refused)
         for each in (engine, stock):
             each.destroy()
     lines = [call.args[0] for call in warn.call_args_list if "refused" in str(call)]
-    assert lines == ["updates do not start in backward on this rank. 1 GB refused"] * 3 * refuses
+    assert lines == ["updates do not start in backward on this rank. 1 GB refused"] * refuses

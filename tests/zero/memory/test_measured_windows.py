@@ -19,10 +19,6 @@ class TrainingBesideUpdates:
         self.windows = MeasuredWindows(self.device, updates, needs_forward=updates > 0)
         self.inside: list[bool] = []
 
-    def found(self) -> tuple[float, float]:
-        found = self.windows.windows()
-        return found.backward_s, found.forward_s
-
     def step(self, forward_s: float, backward_s: float, copies_s: float = 0.0) -> None:
         """Train one step, whose forward follows the update of the step before."""
         self.windows.before_forward(trains=True)
@@ -47,7 +43,7 @@ class TrainingBesideUpdates:
 
 
 @pytest.mark.P5
-def test_forward_and_backward_are_measured_while_updates_end_inside_the_step() -> None:
+def test_forward_and_backward_are_measured_without_an_update_beside_them_and_the_slowdown_with_one() -> None:
     run = TrainingBesideUpdates()
     run.step(9.0, 1.0)
     assert run.windows.windows() is None, "no forward has followed an update"
@@ -55,19 +51,11 @@ def test_forward_and_backward_are_measured_while_updates_end_inside_the_step() -
         run.step(forward_s, backward_s)
     assert run.inside == [True] * FIRST_UPDATES + [False]
     assert run.windows.windows() == Windows(backward_s=3.0, forward_s=3.0)
-    run.step(50.0, 60.0)
-    assert run.found() == (3.0, 3.0), "a forward beside an update is no window"
-
-
-@pytest.mark.P5
-def test_forwards_beside_cpu_updates_and_beside_copies_show_the_slowdown() -> None:
-    run = TrainingBesideUpdates()
-    for _ in range(FIRST_UPDATES + 1):
-        run.step(3.0, 1.0)
-    # All of an update of 1 s runs beside forward.
-    run.step(3.5, 1.0)
-    slowdown = run.windows.windows().slowdown
-    assert (slowdown.cpu, slowdown.copies) == (pytest.approx(0.5, abs=0.01), 0.0)
+    # All of an update of 1 s runs beside forward, which is no window.
+    run.step(3.5, 60.0)
+    found = run.windows.windows()
+    assert (found.backward_s, found.forward_s) == (3.0, 3.0)
+    assert (found.slowdown.cpu, found.slowdown.copies) == (pytest.approx(0.5, abs=0.01), 0.0)
     for _ in range(3):
         run.step(3.7, 1.0, copies_s=0.5)
     slowdown = run.windows.windows().slowdown
@@ -83,7 +71,8 @@ def test_windows_are_measured_again_in_one_step() -> None:
     assert run.windows.windows() is None
     run.step(4.0, 1.0)
     assert run.inside[-2:] == [True, False]
-    assert run.found() == (2.0, 4.0)
+    found = run.windows.windows()
+    assert (found.backward_s, found.forward_s) == (2.0, 4.0)
 
 
 @pytest.mark.P5
@@ -100,13 +89,10 @@ def test_an_evaluation_after_the_update_is_no_part_of_forward() -> None:
     assert run.windows.windows() == Windows(backward_s=1.0, forward_s=3.0)
 
 
-def test_nothing_is_measured_where_nothing_needs_the_windows() -> None:
+def test_without_an_update_beside_forward_only_backward_is_measured_and_without_a_need_nothing() -> None:
     windows = TrainingBesideUpdates(updates=0).windows
     windows.measure_again()
     assert (windows.is_measuring, windows.windows()) == (False, Windows())
-
-
-def test_without_an_update_beside_forward_only_backward_is_measured() -> None:
     windows = MeasuredWindows(VirtualDevice(), FIRST_UPDATES, needs_forward=False)
     for backward_s in (2.0, 4.0, 3.0, 9.0):
         windows.update_starts()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from perf_model.prediction.memory import Reservation, TrainingSetup, reserved_by_stock, reserved_by_the_runtime
+from perf_model.prediction import memory
 from perf_model.schedule.host_layout import Widths
 from tests.ranks import on_ranks
 from tests.zero.parity.case import CPU, Case
@@ -75,15 +76,18 @@ def memory_of_training(block: Block) -> dict[str, Any]:
     found["rss"] = rss_bytes()
     if block is not None:
         found["plan"] = engine.optimizer.plan
-        found["reserved"] = total_bytes(engine.optimizer.accounting_device.reserved)
+        found["reserved"] = bytes_by_kind(engine.optimizer.accounting_device.reserved)
         engine.destroy()
         gc.collect()
         found["destroyed"] = rss_bytes()
     return found
 
 
-def total_bytes(reservations: Iterable[Reservation]) -> int:
-    return sum(item.count * item.each_bytes for item in reservations)
+def bytes_by_kind(reservations: Iterable[memory.Reservation]) -> Counter[memory.MemoryKind]:
+    found: Counter[memory.MemoryKind] = Counter()
+    for item in reservations:
+        found[item.kind] += item.count * item.each_bytes
+    return found
 
 
 def test_the_predicted_memory_is_reserved_and_used_by_the_process() -> None:
@@ -94,15 +98,16 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process() -> None:
     stock, ours = (on_ranks(1, memory_of_training, block)[0] for block in (None, CPU))
     plan = ours["plan"]
     assert len(plan.placements) == LAYERS
-    predicted = reserved_by_the_runtime(plan, TrainingSetup(widths=Widths(param=2, grad=2, publishes=False)))
+    setup = memory.TrainingSetup(widths=Widths(param=2, grad=2, publishes=False))
+    predicted = bytes_by_kind(memory.reserved_by_the_runtime(plan, setup))
     numel = LAYERS * WIDTH * WIDTH
-    assert ours["reserved"] == total_bytes(predicted) == 14 * numel
+    assert ours["reserved"] == predicted == Counter({memory.MemoryKind.PINNED: 14 * numel})
 
     # On the CPU accelerator all reservations are host memory of exactly these sizes. They replace stock's states.
-    growth = total_bytes(predicted) - total_bytes(reserved_by_stock(plan))
+    growth = predicted.total() - bytes_by_kind(memory.reserved_by_stock(plan)).total()
     assert growth == -4 * numel < -50e6, "the difference exceeds the noise of a process"
     assert ours["rss"] - stock["rss"] == pytest.approx(growth, abs=12e6)
     # Destroying the engine frees all of it, and buffers of DeepSpeed.
-    assert ours["rss"] - ours["destroyed"] >= total_bytes(predicted) - 12e6
+    assert ours["rss"] - ours["destroyed"] >= predicted.total() - 12e6
     # While the states are created, only those of one sub-group, in the dtype of the model, are allocated temporarily.
     assert ours["peak"] - ours["before"] <= 1.05 * (ours["rss"] - ours["before"])

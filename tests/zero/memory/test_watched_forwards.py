@@ -16,6 +16,11 @@ from deep_opt_states.zero.step.gpu_memory import WatchedForwards, layers_of
 TOLERANCE = 100
 
 
+@dataclass
+class Batch:
+    ids: torch.Tensor
+
+
 class LayeredModel(torch.nn.Module):
     """A model of two layers with experts, which are no layers of the model."""
 
@@ -96,37 +101,29 @@ def test_after_an_error_in_forward_backward_finds_no_forward() -> None:
     assert hooked.calls == ["begin", "ask", "ask"]
 
 
-@dataclass
-class Batch:
-    ids: torch.Tensor
-
-
 def ids(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.uint8)
 
 
-def test_more_elements_or_a_longer_dimension_count_and_the_first_forward_does_not() -> None:
+def test_more_elements_or_a_longer_dimension_of_any_argument_count_and_the_first_forward_does_not() -> None:
     model = Hooked(AnyInputs())
     larger = [model.is_larger(ids(*shape)) for shape in ((4, 8), (4, 8), (2, 8), (1, 9), (5, 8), (4, 9))]
     assert larger == [False, False, False, True, True, False]
     # Forwards without gradients are compared with each other.
     with torch.no_grad():
         assert [model.is_larger(ids(1, length)) for length in (1, 1, 2)] == [True, False, True]
-    assert not model.is_larger(ids(4, 8))
-
-
-def test_each_argument_is_compared_with_itself_wherever_it_is_and_all_of_them_together() -> None:
     model = Hooked(AnyInputs())
-
-    def is_larger(length: int, *images: torch.Tensor, batch: int) -> bool:
-        return model.is_larger(input_ids=ids(1, length), images=images, batch=Batch(ids(batch)))
-
-    is_larger(100, ids(3, 64, 64), batch=5)
-    assert not is_larger(100, ids(3, 64, 64), batch=5)
-    assert is_larger(101, ids(3, 1, 1), batch=5), "hidden by the image"
-    assert is_larger(1, ids(3, 1, 1), ids(1), batch=5), "one more image"
-    assert is_larger(1, ids(3, 1, 1), batch=6)
-    assert is_larger(101, ids(3, 64, 64), batch=5), "the largest together for the first time"
+    for length, images, batch, larger_than_before in (
+        (100, [ids(3, 64, 64)], 5, False),
+        (100, [ids(3, 64, 64)], 5, False),
+        # Hidden by the image; one more image; and the largest together for the first time.
+        (101, [ids(3, 1, 1)], 5, True),
+        (1, [ids(3, 1, 1), ids(1)], 5, True),
+        (1, [ids(3, 1, 1)], 6, True),
+        (101, [ids(3, 64, 64)], 5, True),
+    ):
+        arguments = {"input_ids": ids(1, length), "images": images, "batch": Batch(ids(batch))}
+        assert model.is_larger(**arguments) == larger_than_before, (length, images, batch)
 
 
 def test_memory_that_grows_beyond_the_tolerance_counts_also_in_small_amounts() -> None:

@@ -81,8 +81,7 @@ class Record:
     numbers: dict[str, list[float]] = field(default_factory=dict)
     optimizer_class: str = ""
     deferred: int = 0
-    """The number of forwards that began while an update was in flight; ``published`` has the units they waited for."""
-    published: set[int] = field(default_factory=set)
+    """The number of forwards that began while an update was in flight."""
     placements: set[str] = field(default_factory=set)
     """The placements of the last plan's units, if the program records them."""
     speculations: Speculations = field(default_factory=Speculations)
@@ -186,8 +185,9 @@ def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any
     micro_batch = 0
     for step in range(case.steps):
         for position in range(case.accumulation):
-            with recorded_forward(engine.optimizer, record):
-                loss = forward(engine, inputs(case, step, micro_batch))
+            update = getattr(engine.optimizer, "_update", None)
+            record.deferred += update is not None and update._executor.pending
+            loss = forward(engine, inputs(case, step, micro_batch))
             engine.backward(loss)
             if not case.caller_accumulates or position == case.accumulation - 1:
                 engine.step()
@@ -205,29 +205,6 @@ def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any
     record.numbers["norm"] = [float(norm) for norm in norms]
     collect(engine.optimizer, record)
     return record
-
-
-@contextmanager
-def recorded_forward(optimizer: Any, record: Record) -> Iterator[None]:
-    """Record whether an update is in flight when the forward inside begins, and which units it waits for."""
-    update = getattr(optimizer, "_update", None)
-    if update is None or not update._executor.pending:
-        yield
-        return
-    record.deferred += 1
-    executor = update._executor
-    publish = executor.publish
-    if executor.has_published_all:
-        # The accelerator is the CPU, which runs what is issued: nothing is left to wait for.
-        record.published.update(executor._issuer.schedule.publishing)
-
-    def recorded_publish(unit: int) -> None:
-        if executor.pending:
-            record.published.add(unit)
-        publish(unit)
-
-    with mock.patch.object(executor, "publish", recorded_publish):
-        yield
 
 
 def collect(optimizer: Any, record: Record) -> None:
@@ -330,7 +307,7 @@ def result(stock: Record, variants: dict[str, Record]) -> Result:
         "numbers": stock.numbers,
         "stock class": stock.optimizer_class,
         "classes": {name: variant.optimizer_class for name, variant in variants.items()},
-        "deferred": {name: [variant.deferred, len(variant.published)] for name, variant in variants.items()},
+        "deferred": {name: variant.deferred for name, variant in variants.items()},
         "speculations": {name: astuple(variant.speculations) for name, variant in variants.items()},
         "differences": {name: differences(stock, variant) for name, variant in variants.items()},
     }
