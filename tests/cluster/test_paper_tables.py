@@ -33,7 +33,7 @@ VOCAB, SEQUENCE = 51_200, 2048
 
 
 class ThroughputRow(SimpleNamespace):
-    """A row of table 1, of weak scaling with the paper's parallelism, or of table 2, with ZeRO-3."""
+    """A row of table 1, of weak scaling, or of table 2, of ZeRO-3 ("zero3") and the paper's parallelism ("ptd")."""
 
     @property
     def flops(self) -> float:
@@ -42,21 +42,23 @@ class ThroughputRow(SimpleNamespace):
         return flops * (1 + SEQUENCE / (6 * self.hidden) + VOCAB / (16 * self.layers * self.hidden))
 
     def __str__(self) -> str:
-        return f"{self.numel_billions} B on {self.gpus}"
+        return f"{self.scheme} {self.numel_billions} B on {self.gpus}"
 
 
-def rows_of(name: str, **more: Any) -> list[ThroughputRow]:
+def rows_of(name: str) -> list[ThroughputRow]:
     rows = []
     for texts in csv.DictReader((DATA / name).open(newline="")):
-        values: dict[str, Any] = {"micro_batch": 1, **more, **texts, "tflops": float(texts["tflops"])}
+        values: dict[str, Any] = {"scheme": "ptd", "micro_batch": 1, **texts, "tflops": float(texts["tflops"])}
+        if "model_parallel" in values:
+            values["tensor_parallel"] = 8 if values["scheme"] == "ptd" else 1
+            values["pipeline_parallel"] = int(values["model_parallel"]) // values["tensor_parallel"]
         integers = ("hidden", "heads", "layers", "tensor_parallel", "pipeline_parallel", "gpus", "batch", "micro_batch")
         rows.append(ThroughputRow(**values | {key: int(values[key]) for key in integers}))
     return rows
 
 
-TABLE_1 = rows_of("megatron_table1.csv")
-TABLE_2 = rows_of("megatron_table2.csv", tensor_parallel=1, pipeline_parallel=1)
-ZERO_3 = [row for row in TABLE_2 if row.scheme == "zero3"]
+TABLE_1, TABLE_2 = rows_of("megatron_table1.csv"), rows_of("megatron_table2.csv")
+ZERO_3, PTD = ([row for row in TABLE_2 if row.scheme == scheme] for scheme in ("zero3", "ptd"))
 PROFILE = MACHINES[SELENE].profile(8)
 """The machine of the paper as users name it."""
 
@@ -96,10 +98,25 @@ def of_zero_3(row: ThroughputRow) -> float:
     return row.flops / row.gpus / found.predicted.iteration_s / 1e12
 
 
-@pytest.mark.parametrize("row", ZERO_3, ids=str)
-def test_the_preset_gives_zero3_of_table_2_within_20_percent(row: ThroughputRow) -> None:
-    """Check the table that the network of the preset is fitted to. The rate of products is of table 1."""
-    assert of_zero_3(row) == pytest.approx(row.tflops, rel=0.2)
+@pytest.mark.parametrize("row", [*TABLE_1, *PTD], ids=str)
+def test_the_preset_gives_megatron_of_both_tables_within_10_percent(row: ThroughputRow) -> None:
+    """Check the layouts of the tables. The rate of products is fitted to table 1, and table 2 is held out."""
+    assert of_megatron(row) == pytest.approx(row.tflops, rel=0.1)
+
+
+@pytest.mark.parametrize(("row", "ptd"), zip(ZERO_3, PTD, strict=True), ids=str)
+def test_the_preset_gives_zero3_of_table_2_and_how_far_a_pipeline_is_ahead(
+    row: ThroughputRow, ptd: ThroughputRow
+) -> None:
+    """Check the table that the network of the preset is fitted to. The rate of products is of table 1.
+
+    A pipeline is ahead by 6 % and 24 % with the fewest GPUs, and with four times as many it is 3.2 times as fast
+    (section 5.2).
+    """
+    zero_3 = of_zero_3(row)
+    assert zero_3 == pytest.approx(row.tflops, rel=0.2)
+    assert ptd.numel_billions == row.numel_billions
+    assert of_megatron(ptd) / zero_3 == pytest.approx(ptd.tflops / row.tflops, rel=0.25)
 
 
 GPU_BYTES = MACHINES[SELENE].gpu_memory_bytes - GPU_MARGIN_BYTES
@@ -109,11 +126,7 @@ DIFFERENT = {"1.7": (2, 1), "310.1": (8, 12), "529.6": (8, 21)}
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=str)
-def test_the_preset_gives_megatron_of_table_1_within_10_percent_and_its_sizes_fit_and_are_fastest(
-    row: ThroughputRow,
-) -> None:
-    """Check the layouts of the table, to which the rate of products is fitted."""
-    assert of_megatron(row) == pytest.approx(row.tflops, rel=0.1)
+def test_the_sizes_that_fit_and_are_fastest_are_those_of_table_1(row: ThroughputRow) -> None:
     found = best_pipeline_layout(job_of(row), row.batch, rates_of(job_of(MANY_NODES)), GPU_BYTES)
     assert found is not None
     expected = DIFFERENT.get(row.numel_billions, (row.tensor_parallel, row.pipeline_parallel))

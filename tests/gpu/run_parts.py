@@ -1,31 +1,37 @@
 """Run the tests and benchmarks that need a GPU, in parts that each have a time limit, within 9 minutes in total.
 
-``make gpu-check`` runs the tests and the profile, and ``make gpu-measure`` small benchmarks. ``summary.json`` is
-written after each part, beside its log, into the folder named by OUT or into ``.cache``, so that a killed run leaves
-the results of the finished parts. The exit code is 0 if every part passed, 1 if one did not, and 2 if there is no GPU.
-Names of parts after the name of the list choose some of its parts:
-``python3 -m tests.gpu.run_parts check build kernel``.
+``make gpu-check`` runs the tests and the profile, and ``make gpu-measure`` small benchmarks. Text and JSON are written
+after each part, into the folder named by OUT or into ``.cache``, so that a killed run leaves the results of the
+finished parts. The exit code is 0 if every part passed, 1 if one did not, and 2 if there is no GPU. Names of parts
+after the name of the list choose some of its parts: ``python3 -m tests.gpu.run_parts check build kernel``.
+
+The parts that measure no time run at the same time, since a machine with a GPU has many cores. Each part may use its
+own limit, whatever happened to the parts before it, plus the time that they did not use.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.gpu.parts import PART_ENDS, Part, chosen_parts, measure_parts, parts
+from tests.gpu.parts import PART_ENDS, Part, chosen_parts, measure_parts, parts, side_by_side
 from tests.launch import REPOSITORY
 
 GPU_LIMIT_S = 25
 """The limit for PyTorch to report whether there is a GPU."""
+
+THREADS_BESIDE = 2
+"""The number of threads of PyTorch in each of the parts that run at the same time."""
 
 ABORT_S = 1.0
 """The end of a part's limit, in which it writes the stacks of all its threads before it is killed."""
@@ -63,80 +69,111 @@ def no_gpu() -> str:
     return f"torch.cuda.is_available() is false in {sys.executable}" if done.stdout.split()[-1] == "none" else ""
 
 
-def check(groups: Sequence[Sequence[Part]], out: Path, missing: Callable[[], str] = no_gpu) -> int:
-    """Run the parts, those of a group at the same time, write their outcomes to ``out``, and return the exit code.
+def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu) -> int:
+    """Run the parts, write their outcomes to ``out``, and return the exit code.
 
     ``missing`` returns the reason why no GPU can be used, or an empty string.
     """
     out.mkdir(parents=True, exist_ok=True)
+    log = out / "log.txt"
+    log.write_text("")
     outcomes: list[Outcome] = []
-
-    def note(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        # The file is replaced at once, so that a killed run leaves a readable one.
-        partial = out / ".summary.json"
-        partial.write_text(json.dumps([asdict(each) for each in outcomes], indent=2) + "\n")
-        os.replace(partial, out / "summary.json")
-        print(outcome, flush=True)
-
-    if problem := missing():
-        for part in (part for group in groups for part in group):
-            note(Outcome(name=part.name, status=WAIVED, seconds=0, why=f"no GPU: {problem}"))
+    problem = missing()
+    ends_s = time.monotonic()
+    for group in side_by_side(chosen):
+        ends_s += max(part.limit_s for part in group)
+        remove_compiler_locks(Path(_environment()["TORCH_EXTENSIONS_DIR"]))
+        # If this loop is interrupted, the generator is closed and kills the parts that still run.
+        with closing(_outcomes(group, out, ends_s, problem)) as found:
+            for outcome in found:
+                outcomes.append(outcome)
+                part_log = _log_of(outcome.name, out)
+                if part_log.exists():
+                    with log.open("ab") as whole:
+                        whole.write(part_log.read_bytes())
+                    part_log.unlink()
+                _write(out, outcomes)
+                print(outcome, flush=True)
+    if problem:
         print(f"No GPU: {problem}.\n{REMEDY}")
         return 2
-    for group in groups:
-        remove_compiler_locks(Path(_environment()["TORCH_EXTENSIONS_DIR"]))
-        # All processes that a part starts inherit its variable, and no other process has it.
-        variables = {part: f"{time.time() + part.limit_s - ABORT_S} {part.name}" for part in group}
-        # Several parts would start a thread per core each otherwise, and wait for each other's threads.
-        threads_of_each = {"OMP_NUM_THREADS": "2"} if len(group) > 1 else {}
-        with ThreadPoolExecutor(len(group)) as threads:
-            running = [
-                threads.submit(_run, part, out, {**threads_of_each, PART_ENDS: variable})
-                for part, variable in variables.items()
-            ]
-            try:
-                for future in as_completed(running):
-                    note(future.result())
-            finally:
-                # The processes have sessions of their own: an interrupt from the terminal does not reach them.
-                for variable in variables.values():
-                    kill_all(f"{PART_ENDS}={variable}")
     print(f"Written: {out}")
     return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
 
 
-def _run(part: Part, out: Path, variables: Mapping[str, str]) -> Outcome:
-    print(f"{part.name}: at most {part.limit_s:.0f} s", flush=True)
-    log, start_s, timed_out = out / f"log-{part.name}.txt", time.monotonic(), False
-    env = {**_environment(), **variables, "OUT": str(out)}
+def _log_of(name: str, out: Path) -> Path:
+    """Return the file that a part writes to while it runs. Of a killed run, it remains."""
+    return out / f"log-{name.replace(' ', '-')}.txt"
+
+
+def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> Generator[Outcome]:
+    """Run the parts at the same time, and yield each outcome when its part ends. Run none if there is a ``problem``."""
+    if problem:
+        for part in group:
+            yield Outcome(name=part.name, status=WAIVED, seconds=0, why=f"no GPU: {problem}")
+        return
+    started: list[str] = []
+    with ThreadPoolExecutor(len(group)) as threads:
+        running = [
+            threads.submit(_run, part, out, max(part.limit_s, ends_s - time.monotonic()), started) for part in group
+        ]
+        try:
+            for future in as_completed(running):
+                yield future.result()
+        except BaseException:
+            # The processes have sessions of their own: an interrupt from the terminal does not reach them.
+            for variable in started:
+                kill_all(variable)
+            raise
+
+
+def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
+    """Run the part, and append the variable of its processes to ``started``."""
+    print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
+    log, start_s = _log_of(part.name, out), time.monotonic()
+    # The value identifies the part: all processes that the part starts inherit it, and no other process has it.
+    variables = {PART_ENDS: str(time.time() + limit_s - ABORT_S), "OUT": str(out)}
+    variable = f"{PART_ENDS}={variables[PART_ENDS]}"
+    started.append(variable)
+    if part.runs_beside:
+        # Each part would start a thread per core otherwise, and the parts would wait for each other's threads.
+        variables["OMP_NUM_THREADS"] = str(THREADS_BESIDE)
     with log.open("wb") as text:
+        text.write(f"\n===== {part.name}: {' '.join(part.command)}\n".encode())
+        text.flush()
+        begin = text.tell()
         process = subprocess.Popen(
             part.command,
             cwd=REPOSITORY,
-            env=env,
+            env={**_environment(), **variables},
             stdin=subprocess.DEVNULL,
             stdout=text,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        timed_out = False
         try:
-            process.wait(timeout=max(0.1, part.limit_s - ABORT_S))
+            process.wait(timeout=max(0.1, limit_s - ABORT_S))
         except subprocess.TimeoutExpired:
             timed_out = True
-        written = log.read_text(errors="replace").strip().splitlines() or ["nothing yet"]
+        written = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
         if timed_out:
             # Python writes the stacks of all threads (PYTHONFAULTHANDLER).
             process.send_signal(signal.SIGABRT)
         # A process inside the driver of a GPU that hangs cannot be killed: do not let other parts wait for it.
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=ABORT_S)
-        kill_all(f"{PART_ENDS}={variables[PART_ENDS]}")
-    status, why = (FAILED if process.returncode else PASSED), written[-1]
+        kill_all(variable)
+    last = written[-1] if written else "nothing yet"
+    status, why = PASSED, last
     if timed_out:
-        status, why = TIMED_OUT, f"after {part.limit_s:.0f} s, at: {why}"
+        status, why = TIMED_OUT, f"after {limit_s:.0f} s, at: {last}"
     elif process.returncode < 0:
-        why = f"ended by {signal.Signals(-process.returncode).name}: see its stacks in {log.name}"
+        status, why = FAILED, f"ended by {signal.Signals(-process.returncode).name}: see its stacks in log.txt"
+    elif process.returncode > 0:
+        status = FAILED
+    elif re.match(r"=* *\d+ skipped(, \d+ (warnings?|deselected))* in ", last):
+        status, why = WAIVED, next(line for line in written if line.startswith("SKIPPED"))
     return Outcome(name=part.name, status=status, seconds=time.monotonic() - start_s, why=why)
 
 
@@ -159,6 +196,14 @@ def kill_all(variable: str) -> None:
         with suppress(OSError):  # has ended, or is another user's
             if variable.encode() in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)
+
+
+def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write the outcomes so far; the JSON file is replaced at once, so that a killed run leaves a readable file."""
+    partial = out / ".summary.json"
+    partial.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
+    os.replace(partial, out / "summary.json")
+    (out / "summary.txt").write_text("".join(f"{outcome}\n" for outcome in outcomes))
 
 
 def _environment() -> Mapping[str, str]:

@@ -42,6 +42,11 @@ def test_tails_of_every_length_and_arithmetic_have_the_bits_of_the_cpu_kernel(ar
             assert compared(arithmetic, torch.bfloat16, torch.bfloat16, adamw, **options) == []
 
 
+def test_a_large_sub_group_has_the_bits_of_the_cpu_kernel() -> None:
+    arithmetic = machine_arithmetic()
+    assert compared(arithmetic, torch.bfloat16, torch.bfloat16, True, numel=1_000_003, device="cuda") == []
+
+
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
 def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
     plain, expected = rounded_upper_halves(param_dtype)

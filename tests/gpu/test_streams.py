@@ -1,25 +1,34 @@
-"""Test the streams of an update on a GPU, for which the host does not block, and profile this machine."""
+"""Test the streams of an update on a GPU: they overlap, and the host does not block. Profile this machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
 from deep_opt_states.device.cuda import CudaDevice
+from deep_opt_states.profiler.ranks import ProcessGroup, collective
 from perf_model.prediction.hardware import HardwareProfile
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan, place_all
+from perf_model.schedule.workload import Workload
 from tests.gpu.parts import seconds_left
 from tests.gpu.updates import TrainingOnGpu, random_model
 from tests.launch import REPOSITORY
-from tests.runtime.moving import random_iterations, train_serially
-from tests.runtime.random_states import same
+from tests.runtime.moving import Model, random_iterations, train_serially
+from tests.runtime.plain_adam import adam_step
+from tests.runtime.random_states import run_update, same
+
+Interval = tuple[float, float]
 
 
 @contextmanager
@@ -66,6 +75,46 @@ def test_an_event_before_the_origin_is_at_a_negative_second() -> None:
     assert early.seconds_after(late) == pytest.approx(-between_s, rel=1e-3)
 
 
+def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    model = Model(numels=(4_000_000,) * 10, persistent=[], grad_dtype=torch.bfloat16)
+    workload = Workload.from_numels(list(model.numels))
+    plan = UpdatePlan(workload=workload, placements=place_all(workload, Placement.STREAMED), num_slots=3)
+    training = TrainingOnGpu(model, plan)
+    training.backward(0)
+    run_update(training.executor, [adam_step(1)] * 10)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run_update(training.executor, [adam_step(2)] * 10)
+    training.end()
+    profile.export_chrome_trace(str(trace))
+    lanes = intervals(json.loads(trace.read_text())["traceEvents"])
+    assert len(lanes["kernel"]) == len(plan.placements)
+    assert min(len(lanes["h2d"]), len(lanes["d2h"])) >= 3 * len(plan.placements)
+    found_s = {(one, other): overlap_s(lanes[one], lanes[other]) for one, other in combinations(lanes, 2)}
+    assert found_s["h2d", "d2h"] > 0
+    # A kernel takes a thirtieth of the time of a copy: one direction may be idle when it starts, but not both.
+    assert found_s["h2d", "kernel"] + found_s["d2h", "kernel"] > 0
+
+
+def intervals(events: Sequence[dict]) -> dict[str, list[Interval]]:  # type: ignore[type-arg]
+    """Return the intervals of each lane in seconds: the copies between host and GPU, and the Adam kernels."""
+    # An event belongs to a lane by its category and by a word in its name.
+    kinds = {"h2d": ("gpu_memcpy", "HtoD"), "d2h": ("gpu_memcpy", "DtoH"), "kernel": ("kernel", "update")}
+    lanes: dict[str, list[Interval]] = {lane: [] for lane in kinds}
+    for event in events:
+        for lane, (category, word) in kinds.items():
+            if event.get("cat") == category and word in event["name"]:
+                begin_s = float(event["ts"]) / 1e6
+                lanes[lane].append((begin_s, begin_s + float(event["dur"]) / 1e6))
+    return lanes
+
+
+def overlap_s(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Return the seconds in which both lanes work. The intervals of a lane must not overlap."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in one for b in other)
+
+
 def test_a_quick_profile_measures_every_quantity_of_the_gpu() -> None:
     path = Path(os.environ.get("OUT") or REPOSITORY / ".cache") / "profile.json"
     done = subprocess.run(
@@ -81,3 +130,15 @@ def test_a_quick_profile_measures_every_quantity_of_the_gpu() -> None:
     profile = HardwareProfile.from_json(path.read_text())
     for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "both_bytes_per_s", "gpu_adam_params_per_s"):
         assert profile.measurements[name].waived is None, name
+
+
+def test_collectives_over_nccl_are_measured_for_the_profile(tmp_path: Path) -> None:
+    """Check the probes with one rank, since the machine may have one GPU. One rank passes on no bytes."""
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        for reduces in (False, True):
+            assert collective(CudaDevice(0), ProcessGroup(world), 2**26, "rate", reduces=reduces)() == {"rate": 0.0}
+    finally:
+        torch.distributed.destroy_process_group()

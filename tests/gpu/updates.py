@@ -1,6 +1,6 @@
 """Run the GPU kernel next to the CPU kernel, and train on the GPU through the executor next to serial updates.
 
-The shapes are such that copies take most of the time.
+The shapes are such that copies take most of the time. As a program, it is the one that compute-sanitizer runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.kernels.adam import AdamTensors
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
 from tests.kernels.adam_steps import BETAS, machine_arithmetic
+from tests.kernels.compared import compared
 from tests.runtime.moving import DTYPES, Model, MovingIteration, MovingTraining, train_serially
 from tests.runtime.random_states import same
 
@@ -66,3 +69,18 @@ def is_right(model: Model, iterations: Sequence[MovingIteration]) -> bool:
     """Return whether training on the GPU has the bits of updates of one sub-group after another on the CPU."""
     found = TrainingOnGpu(model, iterations[0].plan).train(iterations)
     return same(found, train_serially(model, iterations))
+
+
+def main() -> None:
+    """Run the kernel on odd lengths, and the executor on a plan with every placement, and check the bits."""
+    for numel in (1, 17, 4099):
+        assert compared(machine_arithmetic(), torch.bfloat16, torch.bfloat16, True, numel=numel, device="cuda") == []
+    model = Model(numels=(33, 5000, 4096, 17), persistent=[], grad_dtype=torch.bfloat16)
+    workload = Workload.from_numels(list(model.numels))
+    plan = UpdatePlan(workload=workload, placements=(*Placement, Placement.STREAMED), num_slots=1)
+    assert is_right(model, [MovingIteration(plan=plan)] * 2)
+    print("same bits")
+
+
+if __name__ == "__main__":
+    main()

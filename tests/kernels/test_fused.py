@@ -309,6 +309,29 @@ def test_the_search_distinguishes_all_arithmetics_that_compute_differently(dtype
         assert torch.equal(bits_of_one, bits_of_other) == is_same, (one, other)
 
 
+@EACH_DTYPES
+def test_tensors_that_do_not_fit_are_refused_by_the_fused_kernel(dtypes: StateDtypes) -> None:
+    start, _ = random_tensors(64, torch.bfloat16, torch.bfloat16, seed=0)
+    tensors = in_dtypes(start, dtypes)
+    kernel = fused(dtypes=dtypes)
+    kernel.begin_step([STEP])
+    wrong = [
+        replace(tensors, exp_avg=tensors.exp_avg[:-1]),
+        replace(tensors, exp_avg=tensors.exp_avg.half()),
+        replace(tensors, master=tensors.master.double()),
+        replace(tensors, grad=tensors.grad.double()),
+        replace(tensors, exp_avg_sq=torch.zeros(128, dtype=tensors.exp_avg_sq.dtype)[::2]),
+        replace(tensors, exp_avg=start.exp_avg.bfloat16(), exp_avg_sq=start.exp_avg_sq.bfloat16(), master=start.master),
+    ]
+    if dtypes is not FP32_STATES:
+        wrong += [replace(tensors, grad=tensors.grad.half()), replace(tensors, param=torch.zeros(64))]
+    for case in wrong:
+        with pytest.raises(AssertionError):
+            kernel.update(0, case)
+    with pytest.raises(AssertionError):
+        kernel.update(0, tensors, ElementRange(begin=0, end=63, sub_group_numel=64))
+
+
 # Threads
 
 

@@ -1,4 +1,4 @@
-"""Check units that move between updates, resident states as a write-back cache, and restarts.
+"""Check units that move between updates, resident states as a write-back cache, speculated steps, and restarts.
 
 The bits are those of updating whole sub-groups one after the other, wherever units are cut and placed and whenever they
 move.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -22,7 +23,11 @@ from hypothesis import strategies as st
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
-from deep_opt_states.runtime.executor import Waiter
+from deep_opt_states.runtime.actions import Actions
+from deep_opt_states.runtime.executor import Executor, Waiter
+from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.runtime.shadow_states import ShadowStates
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
@@ -33,6 +38,7 @@ from tests.runtime.moving import (
     Model,
     MovingIteration,
     MovingTraining,
+    iterations_of,
     models,
     random_iterations,
     random_plan,
@@ -120,8 +126,9 @@ def test_a_move_that_lacks_memory_changes_nothing(model: Model, seed: int, alloc
 
 MODEL = Model(numels=(20, 9), persistent=[[(14, 18)], []])
 WORKLOAD = Workload((Unit(0, (Range(0, 0, 16),)), Unit(1, (Range(0, 16, 4),)), Unit(2, (Range(1, 0, 9),))))
-PLAN = with_persistent(
-    UpdatePlan(workload=WORKLOAD, placements=(RESIDENT, CPU, RESIDENT), num_slots=1), MODEL.persistent
+PLAN, OTHER_PLAN = (
+    with_persistent(UpdatePlan(workload=WORKLOAD, placements=placements, num_slots=1), MODEL.persistent)
+    for placements in ((RESIDENT, CPU, RESIDENT), (RESIDENT, STREAMED, CPU))
 )
 
 
@@ -141,6 +148,56 @@ def test_resident_states_are_loaded_once_until_the_states_are_given_back() -> No
     assert counts[3] == counts[0] + 2
     assert counts[1] == counts[2] == counts[0] + 2 - 2 * len(STATES)
     training.end()
+
+
+@on_device
+@plugged()
+def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_is_a_fault() -> None:
+    iterations = [
+        MovingIteration(plan=PLAN, forward=[0, 2]),
+        MovingIteration(plan=PLAN, writes_states=True, prefetches=True),
+        MovingIteration(plan=OTHER_PLAN),
+        MovingIteration(plan=PLAN, writes_states=True),
+    ]
+    assert faults_of(partial(is_right, MODEL, iterations)) == []
+    for method in ("load", "mark_updated", "write_back", "invalidate"):
+        with mock.patch.object(ResidentStates, method):
+            assert faults_of(partial(is_right, MODEL, iterations)), method
+
+
+# Speculated steps
+
+
+def keep_all(issuer: Issuer, is_valid: Callable[[int], bool]) -> None:
+    KEEP(issuer, lambda unit: True)
+
+
+KEEP = Issuer.keep_speculations
+
+
+LEFT_OUT: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "no COMMIT": (Actions, "_commit", lambda actions, action: None),
+    "all are kept": (Issuer, "keep_speculations", keep_all),
+    "none is forgotten": (Executor, "_forget_speculations", lambda executor: None),
+    "no version is written back": (ShadowStates, "write_back", lambda shadows: None),
+}
+
+
+@on_device
+@plugged()
+def test_a_part_of_the_speculation_that_is_left_out_is_a_fault() -> None:
+    model = Model(numels=(9, 7, 8, 6, 5), persistent=[])
+    workload = Workload.from_numels(list(model.numels))
+    plan = UpdatePlan(workload=workload, placements=(CPU, STREAMED, RESIDENT, CPU, CPU), num_slots=1)
+    plan = replace(plan, eager=plan.eligible_as_eager)
+
+    def faults(seed: int) -> list[str]:
+        return faults_of(partial(is_right, model, iterations_of(random.Random(seed), [plan], 5)))
+
+    assert not any(map(faults, range(20)))
+    for name, left_out in LEFT_OUT.items():
+        with mock.patch.object(*left_out):
+            assert any(map(faults, range(20))), name
 
 
 # A restart after a failure

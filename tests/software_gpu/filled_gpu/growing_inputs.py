@@ -45,24 +45,31 @@ CASE = Case(
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the tokens of each micro-batch, of which ``busiest``, or all, are routed to the busiest expert."""
+    """One step: the tokens of each micro-batch.
+
+    ``busiest`` tokens of each micro-batch are routed to its busiest expert, or all of them. With ``in_backward``, the
+    memory of the experts is in use in backward only, as if they were computed again there.
+    """
 
     tokens: tuple[int, ...]
     busiest: int | None = None
+    in_backward: bool = False
 
 
 class KeepsActivations(torch.autograd.Function):
     """The identity, with memory that is in use from forward to backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size_bytes: int) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty(size_bytes, dtype=torch.uint8, device=x.device))
+    def forward(ctx: Any, x: torch.Tensor, size_bytes: int, in_backward: bool) -> torch.Tensor:
+        ctx.in_backward_bytes = size_bytes if in_backward else 0
+        ctx.save_for_backward(torch.empty(0 if in_backward else size_bytes, dtype=torch.uint8, device=x.device))
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         assert ctx.saved_tensors
-        return grads[0], None
+        torch.empty(ctx.in_backward_bytes, dtype=torch.uint8, device=grads[0].device)
+        return grads[0], None, None
 
 
 class GrowingNet(torch.nn.Module):
@@ -73,6 +80,7 @@ class GrowingNet(torch.nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        self.in_backward = False
         pairs = zip(case.widths[:-1], case.widths[1:], strict=True)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs)
 
@@ -80,7 +88,7 @@ class GrowingNet(torch.nn.Module):
         """Return the loss of ``x``, of shape [batch, widths[0]]."""
         size_bytes = int(tokens.cpu().bincount().max()) * BYTES_PER_TOKEN
         for layer in self.layers:
-            x = KeepsActivations.apply(torch.nn.functional.gelu(layer(x)), size_bytes)
+            x = KeepsActivations.apply(torch.nn.functional.gelu(layer(x)), size_bytes, self.in_backward)
         return (x.float() ** 2).mean()
 
 
@@ -133,6 +141,7 @@ def train_on_gpu(
         try:
             losses = []
             for number, step in enumerate(steps):
+                model.in_backward = step.in_backward
                 failed = False
                 for position, tokens in enumerate(step.tokens):
                     inputs = batch(case, number * len(step.tokens) + position, tokens, step.busiest)

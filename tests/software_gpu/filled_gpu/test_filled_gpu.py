@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from deep_opt_states.device.cuda import AllocatorWatch
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Slot
 from deep_opt_states.zero.step.gpu_memory import GpuBudget, GpuMemory, WatchedForwards
+from deep_opt_states.zero.step.gradients import Gradients
 from tests.ranks import ranks
 from tests.software_gpu.filled_gpu.growing_inputs import BYTES_PER_TOKEN, CASE, Seen, Step, train_on_gpu
 from tests.software_gpu.ranks import software_process_group
@@ -130,54 +132,123 @@ def _no_larger_inputs(forwards: WatchedForwards, inputs: object) -> bool:
 
 
 Fault = tuple[tuple[Any, str, Any], ...]
-# Otherwise the growth is noticed between two layers.
-KEPT: Fault = (
-    (WatchedForwards, "_may_need_more", _no_larger_inputs),
-    (GpuMemory, "is_short_now", lambda _: False),
-)
+NOT_BETWEEN_LAYERS = (GpuMemory, "is_short_now", lambda _: False)
+"""Otherwise the growth is noticed between two layers."""
+
+KEPT: Fault = ((WatchedForwards, "_may_need_more", _no_larger_inputs), NOT_BETWEEN_LAYERS)
 UNHELD_IGNORES_NEED: Fault = ((GpuBudget, "limit", lambda *_: None),)
 NOT_WRITTEN_BACK: Fault = ((Executor, "sync_states_to_host", lambda *_: None),)
+SUMS_NOT_COPIED: Fault = ((Gradients, "copy_open_sums_to_host", lambda *_: None),)
 # What the failed attempt has gathered is in use when the next one begins.
 NOT_NOTICED: Fault = ((GpuMemory, "has_failed", False), (AllocatorWatch, "bytes_in_use", lambda _: 0))
+
+
+@contextmanager
+def with_fault(fault: Fault) -> Iterator[None]:
+    with ExitStack() as patches:
+        for patched in fault:
+            patches.enter_context(mock.patch.object(*patched))
+        yield
 
 
 @dataclass(frozen=True)
 class Growth:
     """A training that needs more memory from one forward to the next, on a GPU with ``memory_mib``.
 
-    If ``tries_again``, the script trains a micro-batch once more after an out-of-memory error.
+    With ``out_of_memory`` it fails, and with ``wrong_bits`` it has others than stock. If ``tries_again``, the script
+    trains a micro-batch once more after an out-of-memory error.
     """
 
     memory_mib: int
     steps: list[Step]
+    out_of_memory: Fault = ()
+    wrong_bits: Fault = ()
     case: Case = CASE
     tries_again: bool = False
 
-    def train(self, fault: Fault = (), block: Block = BLOCK) -> tuple[Record, Seen]:
-        with ExitStack() as patches:
-            for patched in fault:
-                patches.enter_context(mock.patch.object(*patched))
-            return train_on_gpu(self.steps, block, self.memory_mib * 2**20, self.case, tries_again=self.tries_again)
+    def train(self, block: Block, fault: Fault = ()) -> tuple[Record, Seen]:
+        memory_bytes = self.memory_mib * 2**20
+        with with_fault(fault):
+            return train_on_gpu(self.steps, block, memory_bytes, self.case, tries_again=self.tries_again)
 
-    def check_bits(self) -> tuple[Record, Seen]:
-        """Train with the bits of stock, which has the same memory."""
-        (stock, _), (ours, seen) = self.train(block=None), self.train()
-        assert_same_bits(stock, ours)
-        return stock, seen
+
+AT_ONCE = {
+    # The memory is what stock needs, to some MiB.
+    "inputs": Growth(172, [*FIRST, *[Step((LONGEST,))] * 3], KEPT, NOT_WRITTEN_BACK),
+    "inputs in a window": Growth(
+        172,
+        [*[Step((SHORT, SHORT))] * len(FIRST), *[Step((SHORT, LONGEST))] * 3],
+        wrong_bits=SUMS_NOT_COPIED,
+        # Only units that the CPU updates have sums on the GPU that an eviction frees.
+        case=replace(CASE, blocks=({**BLOCK, "placement": [{"match": "layers.1.*", "states": "cpu"}]},)),
+    ),
+}
+# Stock needs 160 MiB, and retries no allocation with 32 more, which is less than all states take. The budget is known
+# after three steps, and the first plan that uses it is adopted in the backward of the sixth.
+BEFORE_THE_PLAN = Growth(
+    192,
+    [*FIRST[:3], Step((LONGEST,)), *FIRST[:2], *[Step((LONGEST,))] * 2, *FIRST[:3], Step((LONGEST,))],
+    UNHELD_IGNORES_NEED,
+)
+
+TOKENS = 16_000
+"""The tokens of each micro-batch. Only their distribution over the experts changes."""
+
+BALANCED = 8
+"""The steps before the growth."""
+
+
+def by_values(memory_mib: int, margin_mib: int, grown: Step, fault: Fault, *small_layers: int, **others: Any) -> Growth:
+    """Return a training whose need grows by values, which the inputs do not show.
+
+    Stock leaves about 140 MiB of the memory free, and all states take less.
+    """
+    balanced = Step((TOKENS,), busiest=64)
+    block = {**BLOCK, "gpu_memory_margin_gb": margin_mib * 2**20 / 1e9}
+    case = replace(CASE, blocks=(block,), widths=(64, 3000, 3000, 64, *small_layers))
+    return Growth(memory_mib, [*[balanced] * BALANCED, grown, grown, balanced, balanced], fault, case=case, **others)
+
+
+def unbalanced(mib: int, *, in_backward: bool = False) -> Step:
+    """Return a step whose layers keep so much memory each, or need it one after the other in backward."""
+    return Step((TOKENS,), busiest=mib * 2**20 // BYTES_PER_TOKEN, in_backward=in_backward)
+
+
+BEYOND_THE_MARGIN = {
+    "at once in forward": by_values(272, 4, unbalanced(46), NOT_NOTICED, tries_again=True),
+    "at once in backward": by_values(272, 4, unbalanced(110, in_backward=True), NOT_NOTICED, tries_again=True),
+}
+# Six small layers follow the large ones, which need most memory in backward.
+FROM_LAYER_TO_LAYER = by_values(312, 64, unbalanced(25), (NOT_BETWEEN_LAYERS,), *[64] * 6)
+
+
+def check_bits(growth: Growth) -> Seen:
+    """Train with the bits of stock, which has the same memory, and with others if the fault is to give wrong bits."""
+    stock, _ = growth.train(None)
+    ours, seen = growth.train(growth.case.blocks[0])
+    assert_same_bits(stock, ours)
+    if growth.wrong_bits:
+        assert differences(stock, growth.train(growth.case.blocks[0], growth.wrong_bits)[0])
+    return seen
+
+
+def check_memory(growth: Growth) -> Seen:
+    """Check also that the GPU runs out of memory with the fault. After that, DeepSpeed keeps tensors of the engine."""
+    seen = check_bits(growth)
+    if growth.out_of_memory:
+        with pytest.raises(torch.OutOfMemoryError):
+            growth.train(growth.case.blocks[0], growth.out_of_memory)
+    return seen
 
 
 @pytest.mark.P1
 @pytest.mark.P6
+@pytest.mark.parametrize("name", ["inputs", *map(thorough, list(AT_ONCE)[1:])])
 @ranks(1, group=software_process_group, timeout_s=600)
-def test_a_need_that_grows_is_met_and_not_with_a_fault() -> None:
-    """Check it with the memory that stock needs, to some MiB. After an error, DeepSpeed keeps tensors of the engine."""
-    growth = Growth(172, [*FIRST, *[Step((LONGEST,))] * 3])
-    stock, seen = growth.check_bits()
+def test_a_need_that_grows_is_met_and_not_with_a_fault(name: str) -> None:
+    seen = check_memory(AT_ONCE[name])
     assert any(seen.evicted)
     assert takes_memory(seen)
-    assert differences(stock, growth.train(NOT_WRITTEN_BACK)[0])
-    with pytest.raises(torch.OutOfMemoryError):
-        growth.train(KEPT)
 
 
 @pytest.mark.P1
@@ -185,31 +256,36 @@ def test_a_need_that_grows_is_met_and_not_with_a_fault() -> None:
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met() -> None:
     """Check that no memory is taken, since none is free at the peak; with the fault, a plan takes it."""
-    # Stock needs 160 MiB, and retries no allocation with 32 more, which is less than all states take. The budget is
-    # known after three steps, and the first plan that uses it is adopted in the backward of the sixth.
-    long = Step((LONGEST,))
-    growth = Growth(192, [*FIRST[:3], long, *FIRST[:2], long, long, *FIRST[:3], long])
-    assert not takes_memory(growth.check_bits()[1])
+    growth = BEFORE_THE_PLAN
+    assert not takes_memory(check_bits(growth))
     with suppress(torch.OutOfMemoryError):
-        assert takes_memory(growth.train(UNHELD_IGNORES_NEED)[1])
+        assert takes_memory(growth.train(growth.case.blocks[0], growth.out_of_memory)[1])
 
 
-TOKENS, BALANCED = 16_000, 8
-"""The tokens of each micro-batch, of which only the distribution over the experts changes, and the steps before."""
+def residents(seen: Seen) -> list[int]:
+    """Return the number of resident units after each step."""
+    return [placed["resident"] for placed in seen.placed]
 
 
 @pytest.mark.P1
 @pytest.mark.P6
+@pytest.mark.thorough
 @ranks(1, group=software_process_group, timeout_s=600)
-def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of_stock() -> None:
-    # Stock leaves about 140 MiB free, and all states take less. Layers keep 46 MiB each in the steps that have grown.
-    steady, grown = (Step((TOKENS,), busiest=tokens) for tokens in (64, 46 * 2**20 // BYTES_PER_TOKEN))
-    steps = [*[steady] * BALANCED, grown, grown, steady, steady]
-    growth = Growth(272, steps, replace(CASE, widths=(64, 3000, 3000, 64)), tries_again=True)
-    _, seen = growth.check_bits()
-    assert seen.failed == [step == BALANCED for step in range(len(steps))]
+def test_states_leave_within_a_forward_that_takes_half_of_the_margin() -> None:
+    seen = check_memory(FROM_LAYER_TO_LAYER)
+    assert not any(seen.failed)
+    assert sum(seen.evicted) == 2, "within a forward, the memory is given back a step earlier"
+    assert residents(seen)[BALANCED - 1] > residents(seen)[-1]
+
+
+@pytest.mark.P1
+@pytest.mark.P6
+@pytest.mark.parametrize("name", ["at once in forward", thorough("at once in backward")])
+@ranks(1, group=software_process_group, timeout_s=600)
+def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of_stock(name: str) -> None:
+    seen = check_memory(BEYOND_THE_MARGIN[name])
+    steps = range(len(seen.failed))
+    assert seen.failed == [step == BALANCED for step in steps]
     # The windows are measured again in one step, in which the CPU updates all units.
-    assert seen.evicted == [step in (BALANCED, BALANCED + 1) for step in range(len(steps))]
-    assert seen.placed[BALANCED]["resident"] > seen.placed[BALANCED + 2]["resident"]
-    with pytest.raises(torch.OutOfMemoryError):
-        growth.train(NOT_NOTICED)
+    assert seen.evicted == [step in (BALANCED, BALANCED + 1) for step in steps]
+    assert residents(seen)[BALANCED] > residents(seen)[BALANCED + 2]

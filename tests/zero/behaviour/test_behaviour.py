@@ -233,28 +233,34 @@ STEPS, SKIPPED, CLIPPED = 32, 4, range(5, 10)
 """The number of steps, the step that is skipped, and those that are clipped: more than a quarter of 20 steps."""
 
 
-def train_with_clipped_steps(block: Block) -> tuple[Record, list[int]]:
-    """Return the states, and the number of speculated units of each step."""
+def train_with_clipped_steps(block: Block) -> tuple[Record, list[tuple[int, str]], list[int]]:
+    """Return the states, the lines of the log with the number of their step, and the speculated units of each step."""
     torch.manual_seed(5)
+    lines: list[tuple[int, str]] = []
     speculated = []
     variant = BehaviourVariant(block)
     engine = variant.engine(BehaviourNet())
     for step in range(STEPS):
         engine.optimizer.clip_grad = 1e-3 if step in CLIPPED else 0.0
-        with counted_speculations() as counts:
+        log = mock.patch("deep_opt_states.log.info", lambda line, step=step: lines.append((step, line)))
+        with log, counted_speculations() as counts:
             backward(engine, step, float("inf") if step == SKIPPED else 1.0)
             engine.step()
         speculated.append(counts.kept + counts.void)
     record = recorded(engine)
     variant.close()
-    return record, speculated
+    return record, lines, speculated
 
 
 @ranks(2)
 def test_updates_in_backward_pause_while_many_steps_are_clipped_or_skipped() -> None:
-    stock, _ = train_with_clipped_steps(None)
-    ours, speculated = train_with_clipped_steps(eager(CPU))
+    stock, *_ = train_with_clipped_steps(None)
+    ours, lines, speculated = train_with_clipped_steps(eager(CPU))
     assert_same_bits(stock, ours)
     # The skipped step was the first of them.
     last, again = CLIPPED[-1], SKIPPED + LAST_STEPS
+    assert [(step, line.partition(":")[0]) for step, line in lines] == [
+        (last, "updates in backward stop"),
+        (again, "updates in backward start again"),
+    ]
     assert [number > 0 for number in speculated] == [step <= last or step > again for step in range(STEPS)]
