@@ -20,7 +20,7 @@ from pydantic import (
 
 from deep_opt_states.names import CONFIG_KEY, IgnoredBlock
 from perf_model.json_input import printable, shorten
-from perf_model.prediction.memory import GPU_MARGIN_BYTES
+from perf_model.prediction.memory import DEFAULT_SETUP, GPU_MARGIN_BYTES, TrainingSetup
 from perf_model.schedule.cutting import DISK_UNIT_SIZE, cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
@@ -135,10 +135,10 @@ class Config(BaseModel):
     with the plugin."""
 
     eager: bool | Literal["planned"] = "planned"
-    """Whether CPU updates start in backward, as soon as the gradients of a unit are complete, into a second version of
-    the unit's states: 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is clipped or
-    skipped, the unit is updated again from its untouched states. `"planned"` lets the planner choose these units,
-    within half of the free host memory; `true` takes all units that the CPU updates. No effect with
+    """Whether updates start in backward, as soon as the gradients of a unit are complete, into a second version of its
+    states: 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is clipped or skipped, the
+    unit is updated again from its untouched states. `"planned"` lets the planner choose these units, within half of the
+    free host memory; `true` takes all that are not resident, with `offload_param` those of the CPU. No effect with
     `"overlap_backward": false`."""
 
     log_every: int = Field(default=100, ge=1)
@@ -212,7 +212,7 @@ class Config(BaseModel):
         """Return the most parameters of a unit on disk."""
         return self.unit_size or DISK_UNIT_SIZE
 
-    def plan(self, workload: Workload) -> UpdatePlan:
+    def plan(self, workload: Workload, setup: TrainingSetup = DEFAULT_SETUP) -> UpdatePlan:
         """Return the plan for ``workload`` that the config defines. The planner must have nothing to decide."""
         assert not self.plans(workload)
         if self.rules.rules:
@@ -222,7 +222,7 @@ class Config(BaseModel):
         else:
             placements = place_all(workload, Placement(self.placement))
         plan = UpdatePlan(workload=workload, placements=placements, num_slots=self.num_slots or DEFAULT_NUM_SLOTS)
-        return replace(plan, eager=plan.eligible_as_eager) if self.all_eager else plan
+        return replace(plan, eager=setup.eligible_as_eager(plan)) if self.all_eager else plan
 
     @property
     def plans_eager(self) -> bool:
@@ -230,7 +230,7 @@ class Config(BaseModel):
 
     @property
     def all_eager(self) -> bool:
-        """Return whether all units that the CPU updates are eager."""
+        """Return whether all units that may be eager are."""
         return self.eager is True and self.overlap_backward
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from perf_model.planner import PlannedUpdate, evaluate, least_plan, plan_units
+from perf_model.planner import PlannedUpdate, evaluate, plan_units
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import DEFAULT_SETUP, Budgets, TrainingSetup, memory_of
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.cutting import DISK_UNIT_SIZE, cut_into_units
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import UpdatePlan, least_plan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition, Workload
@@ -51,8 +51,8 @@ class PlanRequest:
     """Everything that a plan depends on.
 
     ``sub_groups`` contains one rank's partitions in DeepSpeed's order. ``uses`` contains the names of the parameters in
-    order of use, once per use. It defaults to the order of ``sub_groups``. With ``all_eager``, all units of the CPU are
-    eager, whatever the gain.
+    order of use, once per use. It defaults to the order of ``sub_groups``. With ``all_eager``, all units that may be
+    eager are, whatever the gain.
     """
 
     sub_groups: Sequence[Sequence[Partition]]
@@ -82,7 +82,13 @@ class PlanRequest:
             self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, self.first_use_of
         )
         if self.all_eager:
-            planned = self.evaluate(replace(planned.plan, eager=planned.plan.eligible_as_eager))
+            eligible = self.setup.eligible_as_eager(planned.plan)
+            all_eager = self.evaluate(replace(planned.plan, eager=eligible))
+            if self.budgets.missing(replace(all_eager.memory, host_bytes=0, pinned_bytes=0, eager_bytes=0)):
+                # Streamed units that are eager take more memory of the accelerator.
+                eligible = frozenset(unit for unit in eligible if planned.plan.placements[unit] is Placement.CPU)
+                all_eager = self.evaluate(replace(planned.plan, eager=eligible))
+            planned = all_eager
         return SizedPlan(unit_size=unit_size, planned=planned)
 
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:

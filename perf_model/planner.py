@@ -7,8 +7,8 @@ preferably those that forward needs late. The rest is streamed (S)::
 
 A grid of such placements is simulated for units of medium size. Coordinate descent then changes one value at a time:
 the unit size, the slots, the share on the CPU, how late it is, and the residents. If there is host memory for eager
-units, those of the CPU that backward completes first become eager, and the descent continues from the best share of
-them. Nothing depends on the clock or on chance, so that every rank finds the same plan.
+units, those that backward completes first become eager, and the descent continues from the best shares of those of the
+CPU and of the streamed ones. Nothing depends on the clock or on chance, so that every rank finds the same plan.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, product
 
 from perf_model.prediction.cost import CostModel
-from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of, shadow_bytes
+from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of, require_memory
 from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import Simulator
 from perf_model.prediction.timeline import Timeline
-from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import UpdatePlan, in_forward_order
 from perf_model.schedule.workload import Workload
 
 UNIT_SIZES = tuple(10**6 * millions for millions in (5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000))
@@ -79,33 +78,6 @@ def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: Trainin
     return PlannedUpdate(plan=plan, timeline=timeline, added=added, memory=memory_of(plan, setup))
 
 
-def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:
-    """Return ``plan`` with its units in the order ``first_use``, which defaults to the order of the indices."""
-    return replace(plan, order=None if first_use is None else forward_order(plan.workload, plan.placements, first_use))
-
-
-def least_plan(workload: Workload) -> UpdatePlan:
-    """Return the plan with the least memory, in which the CPU updates every unit that is not fixed."""
-    placements = tuple(unit.fixed or Placement.CPU for unit in workload.units)
-    return UpdatePlan(workload=workload, placements=placements, num_slots=1)
-
-
-def require_memory(workload: Workload, cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
-    """Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` if the machine cannot update a fixed unit."""
-    for unit in workload.units:
-        if unit.fixed is not None and unit.fixed not in cost.placements:
-            raise ValueError(
-                f"{unit.fixed.value} needs a rate of Adam on the accelerator, found none: {unit.label}.\n"
-                f"The profile has the reason at gpu_adam_params_per_s. Find what is missing: deep-opt-states doctor. "
-                f"Measure without other load on the machine: deep-opt-states profile."
-            )
-    least = least_plan(workload)
-    if missing := budgets.missing(memory_of(least, setup)):
-        fixed = {placement.value for placement in least.placements if placement is not Placement.CPU}
-        remedy = f"Let fewer units be {' or '.join(sorted(fixed))}, or use more ranks." if fixed else "Use more ranks."
-        raise DoesNotFit(missing, remedy)
-
-
 def plan_units(
     workload_of: Callable[[int], Workload],
     sizes: Iterable[int],
@@ -129,7 +101,7 @@ def plan_units(
         if not workload.units:
             raise ValueError("A workload to plan for has at least one unit, found none.")
         try:
-            require_memory(workload, cost, budgets, setup)
+            require_memory(workload, cost.placements, budgets, setup)
         except DoesNotFit as error:
             errors.append(error)
             continue
@@ -158,7 +130,8 @@ class _Choice:
 
     ``cut`` is the index of the unit size. ``residents`` is a share of the units that fit as residents, and
     ``cpu_share`` is the CPU's share of the other parameters. After a share y of these, forward has passed ``y **
-    cpu_power`` of the CPU's. ``eager`` is the share of the CPU's parameters that may be in eager units.
+    cpu_power`` of the CPU's. ``eager`` and ``eager_streamed`` are the shares of the CPU's and of the streamed
+    parameters that may be in eager units.
     """
 
     cut: int
@@ -167,6 +140,7 @@ class _Choice:
     residents: float
     cpu_power: float = 1.0
     eager: float = 0.0
+    eager_streamed: float = 0.0
 
 
 _Seconds = tuple[float, float, int]
@@ -201,15 +175,21 @@ class _Search:
         nth = 1 + 2 * len(choices) * units[cut] // MAX_SIMULATED_UNITS
         best = min((_Choice(cut, 1, 1.0, 0.0), *choices[::nth]), key=self._seconds)
         names = [field.name for field in fields(_Choice)]
-        best = self._descend(best, [name for name in names if name != "eager"])
+        best = self._descend(best, [name for name in names if not name.startswith("eager")])
         if self._budgets.eager_bytes > 0 and self._seconds(best)[0] > 2 * self._negligible_s:
-            shares = [(best.cpu_share, tenth / 10) for tenth in range(1, 11)]
-            # The CPU can update more than before, if backward hides that.
-            shares += [(tenth / 10, 1.0) for tenth in range(1, 11) if tenth / 10 > best.cpu_share]
-            eager = min((replace(best, cpu_share=cpu, eager=share) for cpu, share in shares), key=self._seconds)
-            if self._seconds(best)[0] - self._seconds(eager)[0] > self._negligible_s:
-                self._simulated_units = 0
-                best = self._descend(eager, names)
+            tenths = [tenth / 10 for tenth in range(1, 11)]
+            shares = [(best.cpu_share, tenth) for tenth in tenths]
+            # The CPU can update more than before, if backward hides that, and so can the GPU.
+            shares += [(tenth, 1.0) for tenth in tenths if tenth > best.cpu_share]
+            on_cpu = [replace(best, cpu_share=cpu, eager=share) for cpu, share in shares]
+            pairs = product((0.0, 0.2, 0.4), tenths[1::2])
+            through_slots = [replace(best, num_slots=3, cpu_share=cpu, eager_streamed=each) for cpu, each in pairs]
+            least_s = self._seconds(best)[0] - self._negligible_s
+            for choices in (through_slots, on_cpu):
+                eager = min(choices, key=self._seconds)
+                if self._seconds(eager)[0] < least_s:
+                    self._simulated_units = MAX_SIMULATED_UNITS // 2
+                    best = min(best, self._descend(eager, names), key=self._seconds)
         enough_s = max(ALMOST_BEST * self._seconds(best)[0], self._negligible_s)
         larger = (replace(best, cut=position) for position in range(best.cut))
         best = next((choice for choice in larger if self._seconds(choice)[0] <= enough_s), best)
@@ -275,25 +255,30 @@ class _Search:
                 else:
                     placements[unit.index] = Placement.STREAMED
             slots = max(1, min(choice.num_slots, placements.count(Placement.STREAMED)))
-            return UpdatePlan(workload=cut.workload, placements=tuple(placements), num_slots=slots)
+            plan = UpdatePlan(workload=cut.workload, placements=tuple(placements), num_slots=slots)
+            return self._with_eager_units(plan, choice)
 
         most = 0
         if Placement.RESIDENT in self._placements and choice.residents > 0:
             most = bisect_left(range(1, len(free) + 1), True, key=lambda count: not self._fits(plan_with(count)))
-        plan = self._with_eager_units(plan_with(round(choice.residents * most)), choice)
+        plan = plan_with(round(choice.residents * most))
         return in_forward_order(plan, cut.windows.first_use) if self._fits(plan) else None
 
     def _with_eager_units(self, plan: UpdatePlan, choice: _Choice) -> UpdatePlan:
-        """Return ``plan`` with the units of the CPU eager that backward completes first, as far as there is memory."""
-        if choice.eager == 0.0:
-            return plan
-        in_backward = reversed(self._cuts[choice.cut].windows.in_order_of_use(plan.workload))
-        eligible = [unit for unit in in_backward if unit.index in plan.eligible_as_eager]
-        most = choice.eager * sum(unit.numel for unit in eligible)
-        most = min(most, self._budgets.eager_bytes / shadow_bytes(self._setup.widths))
-        passed = accumulate(unit.numel for unit in eligible)
-        eager = (unit.index for unit, numel in zip(eligible, passed, strict=True) if numel <= most)
-        return replace(plan, eager=frozenset(eager))
+        """Return ``plan`` with the units eager that backward completes first, as far as there is memory."""
+        eager, left = set[int](), self._budgets.eager_numel(self._setup.widths)
+        may_be_eager = self._setup.eligible_as_eager(plan)
+        for placement, share in ((Placement.CPU, choice.eager), (Placement.STREAMED, choice.eager_streamed)):
+            if share > 0.0:
+                in_backward = reversed(self._cuts[choice.cut].windows.in_order_of_use(plan.workload))
+                placed = (unit for unit in in_backward if plan.placements[unit.index] is placement)
+                eligible = [unit for unit in placed if unit.index in may_be_eager]
+                passed = list(accumulate(unit.numel for unit in eligible))
+                most = min(left, share * max(passed, default=0))
+                chosen = [unit for unit, numel in zip(eligible, passed, strict=True) if numel <= most]
+                eager |= {unit.index for unit in chosen}
+                left -= sum(unit.numel for unit in chosen)
+        return replace(plan, eager=frozenset(eager)) if eager else plan
 
     def _fits(self, plan: UpdatePlan) -> bool:
         return not self._budgets.missing(memory_of(plan, self._setup))

@@ -46,19 +46,23 @@ class Actions:
         self._host_adam = host_adam
         self._device_adam = device_adam
         self._slots: list[Slot] = []
+        self._rounded: list[torch.Tensor] = []
+        """Memory with each slot for the parameters of an eager unit, if streamed units are eager."""
         self._shift = 0
         """The index of the slot that actions with slot 0 use in this update."""
-        self._state_copies: dict[tuple[str, int], Copies] = {}
-        """The copies by the action's name and the index of its slot, kept because the host issues hundreds per step."""
+        self._state_copies: dict[tuple[str, int, bool], Copies] = {}
+        """The copies by the action's name, its slot and whether the shadow is current: the host issues hundreds."""
         self._operations: dict[int, UnitOperations] = {}
         self.bodies: Mapping[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
+            ActionKind.GPU_SPECULATE: self._gpu_speculate,
             ActionKind.FLUSH_STATES: self._flush_states,
             ActionKind.CPU_STEP: self._cpu_step,
             ActionKind.SPECULATE: self._cpu_step,
             ActionKind.COMMIT: self._commit,
             ActionKind.PUBLISH: self._publish,
+            ActionKind.ADOPT: self._adopt,
             ActionKind.READ: self._transfer,
             ActionKind.WRITE: self._transfer,
         }
@@ -77,7 +81,11 @@ class Actions:
         ]
         added = range(len(kept), schedule.num_slots)
         slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel, dtypes) for _ in added)]
-        self._states, self._slots = states, slots[: schedule.num_slots]
+        param_dtype, num_rounded = states[0].parts[0].param.dtype, schedule.num_slots if schedule.adopts else 0
+        rounded = [each for each in self._rounded if each.numel() == schedule.slot_numel and each.dtype == param_dtype]
+        added = range(len(rounded), num_rounded)
+        rounded += [self._device.empty(schedule.slot_numel, param_dtype) for _ in added]
+        self._states, self._slots, self._rounded = states, slots[: schedule.num_slots], rounded[:num_rounded]
         self._shift = 0
         self._forget_views()
 
@@ -98,6 +106,7 @@ class Actions:
     def close(self) -> None:
         """Free the slots, and drop the references to the states."""
         self._slots.clear()
+        self._rounded.clear()
         self._forget_views()
         self._states = ()
 
@@ -122,6 +131,10 @@ class Actions:
         # On the update's stream: the next unit staged in the same memory is updated on it, after this copy.
         self._copy(self._operations_of(action).publications)
 
+    def _gpu_speculate(self, action: Action) -> None:
+        assert self._device_adam is not None
+        self._device_adam.update_ranges(self._updates_of(action))
+
     def _cpu_step(self, action: Action) -> None:
         self._host_adam.update_ranges(self._updates_of(action))
 
@@ -138,29 +151,40 @@ class Actions:
         transfer(states[action.slot])
 
     def _publish(self, action: Action) -> None:
-        operations = self._operations_of(action)
-        self._copy(operations.publications)
-        if operations.distributed:
-            self._device.copy_each(operations.distributed)
+        state = self._states[action.unit]
+        if state.shadow is not None:
+            # Masters that are published change with the version that is current.
+            publications, distributed = state.publications()
+        else:
+            operations = self._operations_of(action)
+            publications, distributed = operations.publications, operations.distributed
+        self._copy(publications)
+        if distributed:
+            self._device.copy_each(distributed)
+
+    def _adopt(self, action: Action) -> None:
+        self._commit(action)
+        self._publish(action)
 
     def _copy(self, copies: Copies) -> None:
         for destination, source in copies:
             self._device.copy(destination, source)
 
     def _copies_of_states(self, action: Action) -> Copies:
-        index = self._slot_index(action)
+        state, index = self._states[action.unit], self._slot_index(action)
         assert index is not None
-        key = action.name, index
+        key = action.name, index, state.shadow is not None and state.shadow.is_current
         if key not in self._state_copies:
-            self._state_copies[key] = [
-                (on_accelerator, on_host) if action.kind is ActionKind.PREFETCH else (on_host, on_accelerator)
-                for on_host, on_accelerator in self._states[action.unit].copied_states(self._slots[index])
-            ]
+            flushes = action.kind is ActionKind.FLUSH_STATES
+            copies = list(state.copied_states(self._slots[index], updated=flushes and state.shadow is not None))
+            if flushes and state.shadow is not None:
+                rounded = (part for part in state.parts if not part.publishes_master)
+                copies += [(part.rounded, part.of_unit(self._rounded[index])) for part in rounded]
+            self._state_copies[key] = copies if flushes else [(there, here) for here, there in copies]
         return self._state_copies[key]
 
     def _updates_of(self, action: Action) -> list[RangeUpdate]:
-        shadow = self._states[action.unit].shadow
-        if shadow is not None:
+        if self._states[action.unit].shadow is not None and action.lane is Lane.CPU:
             # They change with the version that is current, and an eager unit has few ranges.
             return self._states[action.unit].cpu_updates()
         updates, index = self._operations_of(action).updates, self._slot_index(action)
@@ -171,9 +195,6 @@ class Actions:
     def _operations_of(self, action: Action) -> UnitOperations:
         """Return the unit's operations. The worker and the caller's thread call this for different units."""
         state = self._states[action.unit]
-        if state.shadow is not None:
-            # Masters that are published change with the version that is current.
-            return UnitOperations([], {}, *state.publications())
         known = self._operations.get(action.unit)
         if known is None or not known.is_current(state):
             # A unit on disk is in the same slot in each update.
@@ -188,4 +209,5 @@ class Actions:
         if slot is None:
             assert state.resident is not None
             return [part.accelerator_update(state.resident.states) for part in state.parts]
-        return [part.accelerator_update(self._slots[slot]) for part in state.parts]
+        rounded = self._rounded[slot] if state.shadow is not None else None
+        return [part.accelerator_update(self._slots[slot], rounded) for part in state.parts]

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from deep_opt_states.runtime.state import UnitState
 from perf_model.schedule.action import ActionKind, Lane
-from perf_model.schedule.check import ScheduleError, check
+from perf_model.schedule.check import ScheduleError, check, check_next_update
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots import in_vain
 from perf_model.schedule.workload import Workload
 
 
@@ -23,6 +24,10 @@ def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
         tuple(replace(unit, is_on_disk=state.disk is not None) for unit, state in zip(units, states, strict=True))
     )
     placements = check(schedule, workload)
+    if schedule.adopts:
+        check(in_vain(schedule), workload)
+        # Its last ADOPT waits for all flushes, so that the next update need not.
+        check_next_update(in_vain(schedule), {})
     of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
     for action in schedule.actions:
         if action.lane.is_thread:

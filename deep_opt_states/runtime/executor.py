@@ -158,31 +158,34 @@ class Executor:
             self._issuer.prefetch()
 
     @section
-    def speculate(self, units: Sequence[int], steps: Sequence[AdamStep], ready: Event | None) -> None:
-        """Let the worker update eager ``units`` by ``steps``, as if ``begin`` will receive the same ones.
+    def speculate(self, units: Sequence[int], steps: Sequence[AdamStep], ready: Event | None, reduced: Event) -> None:
+        """Update eager ``units`` by ``steps``, as if ``begin`` will receive the same ones.
 
-        Their gradients are complete in host memory when ``ready`` has finished, now if it is None.
+        Their gradients are complete on the accelerator after ``reduced``, and in host memory after ``ready``, or now.
         """
         assert not self._pending
         if self._failure is not None:
             return
-        if self._assumed != tuple(steps):
-            self._forget_speculations()
-            self._host_adam.assume_step(steps)
-            self._assumed = tuple(steps)
-        for unit in units:
-            self._speculated_grads[unit] = self._actions.grads_of(unit)
-            self._issuer.speculate(unit, ready)
+        with self._keep_failure():
+            if self._assumed != tuple(steps):
+                self._forget_speculations()
+                for kernel in self._kernels:
+                    kernel.assume_step(steps)
+                self._assumed = tuple(steps)
+            for unit in units:
+                self._speculated_grads[unit] = self._actions.grads_of(unit)
+                self._issuer.speculate(unit, ready, reduced)
 
     @section
     def forget_speculations(self, units: Collection[int] | None = None) -> None:
-        """Update eager ``units``, by default all, after ``begin``. The host waits for one that is being speculated."""
-        self._issuer.forget_speculations(units)
+        """Update eager ``units``, by default all, after ``begin``. The host waits for those being speculated."""
+        with self._keep_failure():
+            self._issuer.forget_speculations(units)
 
     def _forget_speculations(self) -> None:
-        self._issuer.forget_speculations()
         self._assumed = None
         self._speculated_grads.clear()
+        self._issuer.forget_speculations()
 
     def _is_speculated(self, unit: int, steps: Sequence[AdamStep]) -> bool:
         """Return whether the step of ``unit`` that was speculated is the one of the update that has started."""
@@ -198,7 +201,8 @@ class Executor:
         self.end()
         # A prefetch in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
-        self._forget_speculations()
+        with self._keep_failure():
+            self._forget_speculations()
         if self._failure is None:
             with self._keep_failure():
                 self._residents.write_back()
@@ -345,7 +349,8 @@ class Executor:
         self._issuer.forget_flushes()
         self._issuer.on_cpu = {}
         self._issuer.forget_prefetches()
-        self._forget_speculations()
+        with suppress(Exception):
+            self._forget_speculations()
         self._residents.invalidate()
         self._shadows.invalidate()
 
@@ -358,7 +363,8 @@ class Executor:
     def _close(self) -> None:
         if self._flushing:
             self.end()
-        self._forget_speculations()
+        with suppress(Exception):
+            self._forget_speculations()
         self._threads.close()
         # Prefetches for an update that never started may still write to slots that are freed here.
         with suppress(Exception):
@@ -382,4 +388,5 @@ class Executor:
             with suppress(Exception):
                 self._lanes.drain()
             self._issuer.forget_prefetches()
-            self._forget_speculations()
+            with suppress(Exception):
+                self._forget_speculations()

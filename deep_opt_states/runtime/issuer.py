@@ -17,12 +17,14 @@ from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.runtime.action_events import ActionEvents
+from deep_opt_states.runtime.early_units import EarlyUnits
 from deep_opt_states.runtime.failure import Stop
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.worker import HostThreads
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots import in_vain
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
 
 
@@ -67,13 +69,16 @@ class Issuer:
         """The writes to disk of the update before the one that has started last."""
         self._speculated: dict[Action, Future[None]] = {}
         """The SPECULATE actions that were submitted for the next update."""
+        self._discarded = False  # whether steps of streamed units were discarded since the last update
+        self._early = EarlyUnits(lanes.streams[Lane.COMPUTE], self._issue_early)
         self._carried: dict[str, Event] = {}
         """The d2h stream -> h2d stream: flushes in flight, by the name of the prefetch that waits."""
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Issue ``schedule`` from the next update on, and reserve its events. No update is in flight."""
         self.forget_prefetches()
-        self.schedule = schedule
+        self.schedule = self._planned = schedule
+        self._in_vain = in_vain(schedule)
         self._thread_of = {action.name: self._threads[action.lane] for action in schedule.actions}
         on_streams = [action.name for action in schedule.actions if not action.lane.is_thread]
         # Two sets: the timeline of one update can be read while the next update records the other set.
@@ -91,6 +96,7 @@ class Issuer:
         ]
         writes = [action.name for action in schedule.actions if action.kind is ActionKind.WRITE]
         self._speculations = {action.unit: action for action in schedule.actions if action.kind is ActionKind.SPECULATE}
+        self._early.set_schedule(schedule)
         before = flushes_before(schedule)
         self.flushes_before = {name: flush for name, flush in before.items() if flush not in writes}
         self._waits_for_writes = {name: 1 + writes.index(write) for name, write in before.items() if write in writes}
@@ -104,18 +110,23 @@ class Issuer:
         self.issued = self._ended_on_cpu = 0
         self.events, self._next_events = self._next_events, self.events
         self.events.writes = []
+        self.schedule = self._planned
 
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot, and the first read into each disk slot, for the next update."""
-        for action in self._first_prefetches:
+        # After a step in vain, the next one may be in vain also, with other slots.
+        for action in self._first_prefetches if self.schedule is self._planned else ():
             if action.name not in self._prefetched and action.lane.is_thread:
                 self._early_reads[action.name] = self._submit(action, self._next_events, self.events.writes)
             elif action.name not in self._prefetched:
                 self._on_stream(action, self._next_events)
             self._prefetched.add(action.name)
 
-    def speculate(self, unit: int, ready: Event | None) -> None:
-        """Let the worker speculate the step of ``unit`` in the next update, once ``ready`` has finished."""
+    def speculate(self, unit: int, ready: Event | None, reduced: Event) -> None:
+        """Run the step of ``unit`` in the next update ahead: the worker after ``ready``, a stream after ``reduced``."""
+        if unit not in self._speculations:
+            self._early.speculate(unit, reduced)
+            return
         action = self._speculations[unit]
         if action in self._speculated:
             # Even if it runs already, its repetition follows.
@@ -133,6 +144,14 @@ class Issuer:
             if not future.cancel() and holds:
                 self.on_cpu[action.name] = future
         self._speculated.clear()
+        streamed = [is_valid(unit) for unit in self._early.speculated]
+        if not all(streamed):
+            self._discard_early()
+        if self.schedule.adopts and not (streamed and all(streamed)):
+            self._run_in_vain()
+        self._early.restart()
+        valid += [*streamed, *([False] if self._discarded else [])]
+        self._discarded = False
         return all(valid) if valid else None
 
     def forget_speculations(self, units: Collection[int] | None = None) -> None:
@@ -142,6 +161,34 @@ class Issuer:
             if not future.cancel():
                 # An error is not one of an update: its step runs again.
                 future.exception()
+        if units is None or not self._early.speculated.isdisjoint(units):
+            self._discard_early()
+        else:
+            self._early.leave_out(units)
+
+    def _issue_early(self, action: Action) -> None:
+        if action.name not in self._prefetched:
+            self._on_stream(action, self._next_events)
+            self._prefetched.add(action.name)
+
+    def _discard_early(self) -> None:
+        """Discard the early actions, so that the update issues all of them. The host waits."""
+        is_speculated = bool(self._early.speculated)
+        self._early.restart()
+        if is_speculated:
+            self._prefetched -= self._early.names
+            self._discarded = True
+            # Slots and the other versions of the states are in use until then.
+            self._lanes.drain()
+
+    def _run_in_vain(self) -> None:
+        """Execute the schedule of a step before which no streamed unit was updated, with other slots for units."""
+        self.schedule = self._in_vain
+        # Flushes run in order, so the last one is enough.
+        for flushed in [*self._carried.values()][-1:]:
+            self._lanes.streams[Lane.H2D].wait(flushed)
+        self._carried.clear()
+        self._prefetched.clear()
 
     def forget_prefetches(self) -> None:
         """Issue the first prefetches and reads again, for an update that has not started."""
@@ -150,7 +197,9 @@ class Issuer:
 
     def carry_flushes(self) -> None:
         """Let the prefetches of the next update wait for the flushes of this one, which are in flight."""
-        self._carried = {prefetch: self.events.finished[flush] for prefetch, flush in self.flushes_before.items()}
+        # After a step in vain, the last ADOPT on the same stream has waited for all of them.
+        before = self.flushes_before if self.schedule is self._planned else {}
+        self._carried = {prefetch: self.events.finished[flush] for prefetch, flush in before.items()}
 
     def forget_flushes(self) -> None:
         """Let no prefetch or read wait for the last update: the host has waited for its flushes and writes."""

@@ -54,7 +54,7 @@ class LaneStreams:
 
     def order_after_update(self) -> None:
         """Make the current stream wait for all updates and publications before ``record_end``, but not for flushes."""
-        for lane in (Lane.COMPUTE, Lane.PUBLISH):
+        for lane in (Lane.COMPUTE, Lane.PUBLISH, Lane.H2D):
             self._device.current_stream().wait(self._drained[lane])
 
     def wait_until_drained(self) -> None:

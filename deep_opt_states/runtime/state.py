@@ -48,10 +48,12 @@ class Resident:
 class Shadow:
     """The second version of the states of one eager unit, in host memory: one entry per range.
 
-    The step of an update reads the current version and writes the other one. ``is_current`` changes at its COMMIT.
+    The step of an update reads the current version and writes the other one. ``is_current`` changes at its COMMIT or
+    ADOPT. If ``is_locked``, a copy engine reads and writes all of it.
     """
 
     parts: Sequence[UpdatedStates]
+    is_locked: bool = False
     is_current: bool = False
 
 
@@ -117,10 +119,15 @@ class UnitPart:
         source, updated = (shadow, self.states) if from_shadow else (self.states, shadow)
         return replace(self._update(source, None if self.publishes_master else self.rounded), updated=updated)
 
-    def accelerator_update(self, states: Slot) -> RangeUpdate:
-        """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit."""
+    def accelerator_update(self, states: Slot, rounded: torch.Tensor | None = None) -> RangeUpdate:
+        """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit.
+
+        The parameters are written to ``rounded``, memory of the whole unit, if it is given.
+        """
         param = self.param if self.staged is None else self.staged
-        return self._update([self.of_unit(tensor) for tensor in states], param)
+        return self._update(
+            [self.of_unit(tensor) for tensor in states], param if rounded is None else self.of_unit(rounded)
+        )
 
     def _update(self, states: Sequence[torch.Tensor], param: torch.Tensor | None) -> RangeUpdate:
         master, exp_avg, exp_avg_sq = states
@@ -174,10 +181,18 @@ class UnitState:
         versions = zip(self.parts, self.shadow.parts, strict=True)
         return [part.speculation(states, from_shadow=self.shadow.is_current) for part, states in versions]
 
-    def copied_states(self, states: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of a tensor in host memory and its part of ``states``, in memory order."""
+    def version(self, *, updated: bool = False) -> Sequence[UpdatedStates]:
+        """Return the current version of the states in host memory by range, or the one that an update writes."""
+        if self.shadow is None or self.shadow.is_current is updated:
+            return [part.states for part in self.parts]
+        return self.shadow.parts
+
+    def copied_states(self, states: Slot, *, updated: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pairs of a tensor of ``version`` and its part of ``states``, in memory order."""
+        version = self.version(updated=updated)
         for name, on_accelerator in zip(STATES, states, strict=True):
-            yield from ((getattr(part, name), part.of_unit(on_accelerator)) for part in self.parts)
+            placed = zip(self.parts, version, strict=True)
+            yield from ((getattr(on_host, name), part.of_unit(on_accelerator)) for part, on_host in placed)
 
     def publications(self, disk_slot: int | None = None) -> tuple[Copies, Copies]:
         """Return the copies that publish the parameters, and the copies within the accelerator that follow.
@@ -188,11 +203,11 @@ class UnitState:
             placed = zip(self.parts, self.disk[disk_slot].parts, strict=True)
             sources = [(part, states.master if part.publishes_master else part.rounded) for part, states in placed]
             return [(part.param, source) for part, source in sources if not part.cpu_writes_param], []
+        if self.shadow is not None:
+            versions = zip(self.parts, self.version(), strict=True)
+            return [(part.param, new.master if part.publishes_master else part.rounded) for part, new in versions], []
         if self.is_on_accelerator:
             return [(part.param, part.staged) for part in self.parts if part.staged is not None], []
-        if self.shadow is not None and self.shadow.is_current:
-            versions = zip(self.parts, self.shadow.parts, strict=True)
-            return [(part.param, new.master if part.publishes_master else part.rounded) for part, new in versions], []
         if self.packing is None:
             return [(part.param, part.rounded) for part in self.parts if not part.cpu_writes_param], []
         distributed = [(part.param, part.of_unit(self.packing.on_accelerator)) for part in self.parts]

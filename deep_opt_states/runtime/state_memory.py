@@ -74,7 +74,7 @@ class StateMemory:
         self.sub_groups = self._lay_out()
         self.units: list[UnitState] = []
         self._packing: Packing | None = None
-        self._shadows: dict[tuple[Range, ...], list[UpdatedStates]] = {}
+        self._shadows: dict[tuple[Range, ...], Shadow] = {}
         """The memory of the eager units, by their ranges. Another plan with the same units keeps it."""
 
     def set_plan(self, plan: UpdatePlan) -> None:
@@ -87,9 +87,9 @@ class StateMemory:
         placed = zip(plan.workload.units, plan.placements, strict=True)
         units = [self._unit(unit, placement, staging) for unit, placement in placed]
         shadows = {plan.workload.units[unit].ranges: units[unit] for unit in plan.eager}
-        self._shadows = {ranges: self._shadow(ranges, unit.parts) for ranges, unit in shadows.items()}
+        self._shadows = {ranges: self._shadow(ranges, unit) for ranges, unit in shadows.items()}
         for ranges, unit in shadows.items():
-            unit.shadow = Shadow(self._shadows[ranges])
+            unit.shadow = self._shadows[ranges]
         self._move_gradients(units)
         self.units = units
 
@@ -223,33 +223,39 @@ class StateMemory:
             return None
         return self._device.empty(numel, self._params[0].dtype)
 
-    def _shadow(self, ranges: tuple[Range, ...], parts: Sequence[UnitPart]) -> list[UpdatedStates]:
+    def _shadow(self, ranges: tuple[Range, ...], unit: UnitState) -> Shadow:
         """Return memory for the second version of an eager unit's states, and let its steps leave ``param`` alone.
 
         No page of states that only the CPU uses is touched here: the threads that update the unit place them.
         """
-        for part in parts:
+        for part in unit.parts:
             if part.rounded is part.param:
                 has_its_dtype = part.param.dtype == part.master.dtype
                 part.rounded = (
                     part.master if has_its_dtype else self._device.empty_host(part.elements.numel, part.param.dtype)
                 )
-        return self._shadows.get(ranges) or [self._second_version(part) for part in parts]
+        assert not (self._params_on_host and unit.is_on_accelerator), "ADOPT copies to an accelerator"
+        known = self._shadows.get(ranges)
+        if known is not None and (known.is_locked or not unit.is_on_accelerator):
+            return Shadow(known.parts, known.is_locked)
+        versions = [self._second_version(part, is_locked=unit.is_on_accelerator) for part in unit.parts]
+        return Shadow(versions, unit.is_on_accelerator)
 
-    def _second_version(self, part: UnitPart) -> UpdatedStates:
+    def _second_version(self, part: UnitPart, *, is_locked: bool) -> UpdatedStates:
         numel, dtypes = part.elements.numel, self.dtypes.by_name
-        # A copy engine reads masters that are published. All else is pageable: only the CPU reads and writes it.
-        is_locked = part.publishes_master and self._publishes
-        pageable = [name for name in dtypes if name != "master" or not is_locked]
-        slab = HostSlab(sum(aligned(numel * dtypes[name].itemsize) for name in pageable))
-        states, offset_bytes = {}, 0
-        for name in pageable:
-            states[name] = slab.tensor(offset_bytes, numel, dtypes[name])
-            offset_bytes += aligned(numel * dtypes[name].itemsize)
-        if is_locked:
-            locked = self._device.host_slab(numel * dtypes["master"].itemsize)
-            states["master"] = locked.tensor(0, numel, dtypes["master"]).zero_()
-            locked.lock()
+        # A copy engine uses all states of a streamed unit, and of a CPU unit masters that are published.
+        locked = [name for name in dtypes if is_locked or (name == "master" and part.publishes_master)]
+        locked = locked if self._publishes else []
+        pageable = [name for name in dtypes if name not in locked]
+        states = {}
+        for names, reserve in ((locked, self._device.host_slab), (pageable, HostSlab)):
+            if names:
+                slab, offset_bytes = reserve(sum(aligned(numel * dtypes[name].itemsize) for name in names)), 0
+                for name in names:
+                    states[name] = slab.tensor(offset_bytes, numel, dtypes[name])
+                    offset_bytes += aligned(numel * dtypes[name].itemsize)
+                if names is locked:
+                    slab.lock()
         return UpdatedStates(**states)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:

@@ -62,7 +62,7 @@ def explain(found: Forecast, inputs: Inputs) -> Iterator[str]:
     if plan.eager:
         more = replace(inputs, limits=replace(limits, eager=(found.budgets.eager_bytes or 0) + GB))
         gain = f"1 GB more of --eager-memory-gb {_gain(found, more)}"
-        yield f"eager: {len(plan.eager)} of the cpu units, {billions(plan.eager_numel)} parameters; {gain}."
+        yield f"eager units: {len(plan.eager)}, {billions(plan.eager_numel)} parameters; {gain}."
 
 
 def _gain(found: Forecast, more: Inputs) -> str:

@@ -245,7 +245,7 @@ def _units(found: Forecast) -> Iterator[str | Table]:
     if plan.eager:
         taken = size(found.planned.memory.eager_bytes, DIGITS)
         yield (
-            f"eager: {len(plan.eager)} of the cpu units, {billions(plan.eager_numel)} parameters, with {taken} of host "
+            f"eager units: {len(plan.eager)}, {billions(plan.eager_numel)} parameters, with {taken} of host "
             "memory per rank for second versions of states"
         )
     headers, rows = ("units", "layers", "parameters", "placement", "rule"), unit_rows(found)

@@ -14,15 +14,16 @@ from typing import NamedTuple
 
 from perf_model.prediction.hardware import DISK_QUANTITIES, HardwareProfile
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAINS
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import FP32_BYTES
 
-COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1}
+COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionKind.PUBLISH: 1, ActionKind.ADOPT: 1}
 """The number of copies of an action. Each copy starts with the latency of a copy."""
 
 UPDATES_ON_CPU = (ActionKind.CPU_STEP, ActionKind.SPECULATE)
+UPDATES_ON_GPU = (ActionKind.GPU_STEP, ActionKind.GPU_SPECULATE)
 
 CPU_ADAM = {
     (4, 4): "cpu_adam_params_per_s",
@@ -83,11 +84,13 @@ def traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, BytesPer
     return {
         ActionKind.PREFETCH: BytesPerParam(h2d=staged, dram=staged),
         ActionKind.GPU_STEP: BytesPerParam(d2h=copied_down, dram=copied_down),
+        ActionKind.GPU_SPECULATE: BytesPerParam(),
         ActionKind.FLUSH_STATES: BytesPerParam(d2h=staged, dram=staged),
         ActionKind.CPU_STEP: cpu_step,
         ActionKind.SPECULATE: speculate,
         ActionKind.COMMIT: BytesPerParam(dram=2 * copied_down),
         ActionKind.PUBLISH: BytesPerParam(h2d=published, dram=published),
+        ActionKind.ADOPT: BytesPerParam(h2d=widths.param, dram=widths.param),
     }
 
 
@@ -178,6 +181,8 @@ class CostModel:
     capacities: Mapping[Resource, float]
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
     copy_latency_s: float = 0.0
+    eager_flush: float = 1.0
+    """The bytes of an eager unit's flush, with rounded parameters, divided by those of another unit's flush."""
 
     @cached_property
     def speeds_of_copies(self) -> tuple[float, float]:
@@ -202,6 +207,7 @@ class CostModel:
         capacities: Mapping[Resource, float],
         traffic: Mapping[ActionKind, BytesPerParam],
         copy_latency_s: float = 0.0,
+        eager_flush: float = 1.0,
     ) -> CostModel:
         """Return the cost model. Without ``gpu_adam_params_per_s``, nothing can be updated on the accelerator."""
         per_param = {
@@ -216,14 +222,16 @@ class CostModel:
         }
         for kind in UPDATES_ON_CPU:
             per_param[kind][Resource.CPU] = 1 / cpu_adam_params_per_s
-        if gpu_adam_params_per_s is None:
-            del per_param[ActionKind.GPU_STEP]
-        else:
-            per_param[ActionKind.GPU_STEP][Resource.GPU] = 1 / gpu_adam_params_per_s
+        for kind in UPDATES_ON_GPU:
+            if gpu_adam_params_per_s is None:
+                del per_param[kind]
+            else:
+                per_param[kind][Resource.GPU] = 1 / gpu_adam_params_per_s
         return cls(
             capacities={**capacities, Resource.CPU: 1.0, Resource.GPU: 1.0},
             per_param=per_param,
             copy_latency_s=copy_latency_s,
+            eager_flush=eager_flush,
         )
 
     @classmethod
@@ -253,16 +261,19 @@ class CostModel:
         cls, profile: HardwareProfile, traffic: Mapping[ActionKind, BytesPerParam], cpu: float, widths: Widths
     ) -> CostModel:
         latency_s = profile.get("copy_latency_s") or 0.0
+        eager_flush = 1.0 + (widths.param / widths.states if widths.rounds else 0.0)
         if not profile.has_accelerator:
             # Slots are host memory. Copies, which read and write each byte, and Adam share the cores.
             byte_s = 2 / (profile.get("dram_copy_bytes_per_s") or profile.rate("dram_update_bytes_per_s"))
             seconds = {kind: byte_s * (moved.h2d + moved.d2h) for kind, moved in traffic.items()}
-            seconds |= dict.fromkeys((*UPDATES_ON_CPU, ActionKind.GPU_STEP), 1 / cpu)
+            seconds |= dict.fromkeys((*UPDATES_ON_CPU, *UPDATES_ON_GPU), 1 / cpu)
             seconds[ActionKind.COMMIT] = byte_s / 2 * traffic[ActionKind.COMMIT].dram
             if traffic[ActionKind.PUBLISH].h2d < FP32_BYTES:
                 seconds[ActionKind.PUBLISH] = 0.0
             per_param = {kind: {Resource.CPU: param_s} for kind, param_s in seconds.items()}
-            return cls(capacities={Resource.CPU: 1.0}, per_param=per_param, copy_latency_s=latency_s)
+            return cls(
+                capacities={Resource.CPU: 1.0}, per_param=per_param, copy_latency_s=latency_s, eager_flush=eager_flush
+            )
         h2d, gpu = profile.rate("h2d_bytes_per_s"), profile.get("gpu_adam_params_per_s")
         if gpu is not None and widths.master < FP32_BYTES:
             # Adam on a GPU is limited by its memory.
@@ -279,6 +290,7 @@ class CostModel:
             },
             traffic=traffic,
             copy_latency_s=latency_s,
+            eager_flush=eager_flush,
         )
 
     def with_disk(self, rates: DiskRates, widths: Widths) -> CostModel:
@@ -314,7 +326,7 @@ class CostModel:
 
     def without_accelerator(self) -> CostModel:
         """Return the costs if nothing can be updated on an accelerator."""
-        kinds = {*CHAINS[Placement.CPU], *EAGER_CHAIN, *DISK_CHAIN} & self.per_param.keys()
+        kinds = {*CHAINS[Placement.CPU], *EAGER_CHAINS[Placement.CPU], *DISK_CHAIN} & self.per_param.keys()
         return replace(self, per_param={kind: each for kind, each in self.per_param.items() if kind in kinds})
 
 

@@ -20,11 +20,13 @@ COLOURS: dict[Phase | ActionKind, str] = {
     Phase.EXPOSED: "#d9534f",
     ActionKind.PREFETCH: "#4c9be8",
     ActionKind.GPU_STEP: "#5bb974",
+    ActionKind.GPU_SPECULATE: "#a9dbb7",
     ActionKind.FLUSH_STATES: "#e8804c",
     ActionKind.CPU_STEP: "#a78bda",
     ActionKind.SPECULATE: "#cdbdf0",
     ActionKind.COMMIT: "#6b4fa0",
     ActionKind.PUBLISH: "#e6b422",
+    ActionKind.ADOPT: "#b8901b",
     ActionKind.READ: "#5fb3b3",
     ActionKind.WRITE: "#b35f7a",
 }

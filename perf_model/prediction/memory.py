@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.plan import UpdatePlan, least_plan
+from perf_model.schedule.workload import Workload
 from perf_model.units import DIGITS, GB, counted, size
 
 MIB = 2**20
@@ -64,6 +65,13 @@ class TrainingSetup:
         """
         return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
 
+    def eligible_as_eager(self, plan: UpdatePlan) -> frozenset[int]:
+        """Return the units of ``plan`` that may be eager: no streamed ones if the GPU writes parameters on the host."""
+        units = plan.eligible_as_eager
+        return frozenset(
+            unit for unit in units if not self.params_on_host or plan.placements[unit] is not Placement.STREAMED
+        )
+
 
 DEFAULT_SETUP = TrainingSetup()
 """A 16-bit model on the accelerator, with gradients in its dtype and one micro-batch per step."""
@@ -86,6 +94,8 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
     ]
     if updated and setup.params_on_host:
         tensors.append((max(updated) * setup.widths.param, 1))
+    if any(plan.placements[unit] is Placement.STREAMED for unit in plan.eager):
+        tensors.append((max(streamed) * setup.widths.param, min(plan.num_slots, streamed.total())))
     eager_bytes = shadow_bytes(setup.widths) * plan.eager_numel
     slab_bytes, disk = setup.widths.slab_bytes(plan.workload), setup.widths.disk_bytes(plan.workload)
     return [
@@ -196,6 +206,10 @@ class Budgets:
             return self
         return replace(self, gpu_bytes=min(self.gpu_bytes, max(0, required_bytes, self.gpu_bytes - margin_bytes)))
 
+    def eager_numel(self, widths: Widths) -> float:
+        """Return the most parameters in eager units."""
+        return self.eager_bytes / shadow_bytes(widths)
+
     def missing(self, memory: MemoryUse) -> dict[str, int]:
         """Return the excess of ``memory`` in bytes for each budget that it exceeds."""
         limits = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -273,13 +287,16 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
         if on_disk_numel:
             line += f", states of {on_disk_numel:,} parameters, {size(widths.states * on_disk_numel)}, on disk"
         if placement is Placement.STREAMED:
-            slot = size(widths.states * schedule.slot_numel)
+            slot = size((widths.states + (widths.param if schedule.adopts else 0)) * schedule.slot_numel)
             line += f", on the accelerator {counted(schedule.num_slots, 'slot')} of {slot}"
         elif placement is Placement.RESIDENT:
             line += f", on the accelerator {size(widths.states * numel)} of states"
-        elif plan.eager:
-            line += f"; {plan.eager_numel:,} of them eager, with {size(shadow_bytes(widths) * plan.eager_numel)} more"
-        lines.append(line if placement is Placement.CPU else f"{line} and {size(widths.grad * numel)} of gradients")
+        if placement is not Placement.CPU:
+            line += f" and {size(widths.grad * numel)} of gradients"
+        placed = (unit for unit in plan.eager if plan.placements[unit] is placement)
+        if eager_numel := sum(plan.workload.units[unit].numel for unit in placed):
+            line += f"; {eager_numel:,} of them eager, with {size(shadow_bytes(widths) * eager_numel)} more"
+        lines.append(line)
     return lines
 
 
@@ -290,3 +307,21 @@ def total_reserved(reservations: Iterable[Reservation]) -> str:
         taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
     pinned, on_accelerator = (size(taken_bytes[kind]) for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR))
     return f"{pinned} of host memory, {on_accelerator} on the accelerator"
+
+
+def require_memory(
+    workload: Workload, placements: Collection[Placement], budgets: Budgets, setup: TrainingSetup
+) -> None:
+    """Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` if the machine cannot update a fixed unit."""
+    for unit in workload.units:
+        if unit.fixed is not None and unit.fixed not in placements:
+            raise ValueError(
+                f"{unit.fixed.value} needs a rate of Adam on the accelerator, found none: {unit.label}.\n"
+                f"The profile has the reason at gpu_adam_params_per_s. Find what is missing: deep-opt-states doctor. "
+                f"Measure without other load on the machine: deep-opt-states profile."
+            )
+    least = least_plan(workload)
+    if missing := budgets.missing(memory_of(least, setup)):
+        fixed = {placement.value for placement in least.placements if placement is not Placement.CPU}
+        remedy = f"Let fewer units be {' or '.join(sorted(fixed))}, or use more ranks." if fixed else "Use more ranks."
+        raise DoesNotFit(missing, remedy)

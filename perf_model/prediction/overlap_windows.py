@@ -108,8 +108,10 @@ class Windows:
         Both share the link in ``backward_s``, and slow each other down until one of them ends. In the same way, writes
         to disk delay reads.
         """
-        prefetches = (span for span in timeline.spans if span.action.kind is ActionKind.PREFETCH)
-        filled_s = -min((span.start_s for span in prefetches if span.start_s < 0.0), default=0.0)
+        filling = [span for span in timeline.spans if span.action.kind is ActionKind.PREFETCH and not span.action.waits]
+        start_s = min((span.start_s for span in filling if span.start_s < 0.0), default=0.0)
+        # Eager units fill the slots long before second 0.
+        filled_s = min(0.0, max((span.end_s for span in filling), default=0.0)) - start_s
         ends_s = (span.end_s for span in timeline.spans if span.action.kind is not ActionKind.WRITE)
         flushed_s = max(0.0, max(ends_s, default=0.0) - forward_end_s)
         prefetch, flush = cost.speeds_of_copies

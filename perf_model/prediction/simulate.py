@@ -4,8 +4,9 @@ As in the executor, the host issues all actions ahead of time. An action *waits*
 earlier actions of its lane have ended. Then it *runs*, at a speed that is recomputed whenever an action starts or ends.
 
 Second 0 is the moment at which the step is decided. With a window in backward, prefetches and reads start earlier, at
-most by the time that it takes to fill the slots, and the cpu lane updates eager units as soon as backward has completed
-their gradients, in the order of completion. From second 0 on, every lane follows the order of the schedule.
+most by the time that it takes to fill the slots, and eager units are updated as soon as backward has completed their
+gradients: by the CPU in the order of completion, through slots in the order of the schedule. From second 0 on, every
+lane follows the order of the schedule.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Simulator:
     def __init__(self, cost: CostModel, windows: Windows = NO_WINDOWS) -> None:
         self.windows = windows
         self.load = cache(cost.load)
+        self.eager_flush = cost.eager_flush
         self.relative_speeds = cache(
             lambda *kinds: relative_speeds([cost.load(kind, 1) for kind in kinds], cost.capacities)
         )
@@ -90,7 +92,16 @@ class _Simulation:
             allowed_s = 0.0 - min(simulator.windows.backward_s, self._fill_s(kind))
             self._allowed_s |= dict.fromkeys(waiting, allowed_s)
         speculations = {action.unit: positions[action.name] for action in self._actions if action.kind is _SPECULATE}
-        completed_s = simulator.windows.completed_s(workload) if speculations else {}
+        self._early = schedule.adopts
+        completed_s = simulator.windows.completed_s(workload) if speculations or self._early else {}
+        if self._early:
+            self._in_backward |= {lane: self._waiting[lane] for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H)}
+            for position, action in enumerate(self._actions):
+                if action.kind is ActionKind.PREFETCH:
+                    self._allowed_s[position] = 0.0 - simulator.windows.backward_s
+                elif action.lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H):
+                    is_early = action.unit in self._early and action.kind is not ActionKind.ADOPT
+                    self._allowed_s[position] = completed_s[action.unit] if is_early else 0.0
         for unit, moment_s in completed_s.items():
             if unit in speculations and moment_s < 0.0:
                 self._in_backward[Lane.CPU].append(speculations[unit])
@@ -126,7 +137,10 @@ class _Simulation:
                 if waiting is not self._waiting[lane]:
                     self._waiting[lane].remove(position)
                 action = self._actions[position]
-                load = self._simulator.load(action.kind, self._numels[action.unit])
+                numel = self._numels[action.unit]
+                if action.kind is ActionKind.FLUSH_STATES and action.unit in self._early:
+                    numel = round(self._simulator.eager_flush * numel)
+                load = self._simulator.load(action.kind, numel)
                 self._running[lane] = _Running(position, action.kind, self._now_s + load.latency_s, load.alone_s)
                 self._started_s[position] = self._now_s
 

@@ -38,6 +38,8 @@ class ActionKind(Enum):
     GPU_STEP = "GPU_STEP", Lane.COMPUTE
     """Unscaling, clipping and Adam in a slot or on a resident unit. It writes the 16-bit parameters."""
     FLUSH_STATES = "FLUSH_STATES", Lane.D2H
+    GPU_SPECULATE = "GPU_SPECULATE", Lane.COMPUTE
+    """A GPU step in a slot that leaves the model's parameters alone, possibly before the norm is known."""
     CPU_STEP = "CPU_STEP", Lane.CPU
     SPECULATE = "SPECULATE", Lane.CPU
     """A CPU step from the current version of the states to the other one, possibly before the norm is known."""
@@ -45,6 +47,8 @@ class ActionKind(Enum):
     """Exchange of the two versions, once the step is known to be the one that was speculated."""
     PUBLISH = "PUBLISH", Lane.PUBLISH
     """Copy of the updated parameters of a CPU unit to the place where the model reads them."""
+    ADOPT = "ADOPT", Lane.H2D
+    """COMMIT and PUBLISH of a streamed unit that is eager: its flush has written the other version and parameters."""
     READ = "READ", Lane.READ
     """Read of p, m and v of a unit on disk to a disk slot in host memory, where the CPU updates them."""
     WRITE = "WRITE", Lane.WRITE

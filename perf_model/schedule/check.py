@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from perf_model.schedule.action import Action, ActionKind
-from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN, EMPTIED_BY, Clocks, dependencies
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAINS, EMPTIED_BY, Clocks, dependencies
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule, format_grid
 from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
@@ -83,7 +83,7 @@ def _check_chains(schedule: Schedule, workload: Workload) -> tuple[Placement, ..
         if not 0 <= action.unit < len(workload.units):
             raise ScheduleError(schedule, action, f"There are {len(workload.units)} units.")
         kinds[action.unit].append(action.kind)
-    by_chain = {chain: placement for placement, chain in CHAINS.items()} | {EAGER_CHAIN: Placement.CPU}
+    by_chain = {chain: placement for chains in (CHAINS, EAGER_CHAINS) for placement, chain in chains.items()}
     of_disk: dict[tuple[ActionKind, ...], Placement] = {DISK_CHAIN: Placement.CPU}
     placements = []
     for unit in workload.units:

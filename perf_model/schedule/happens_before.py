@@ -18,8 +18,11 @@ CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
 }
 """The actions of one unit by placement. Each reads the output of the one before."""
 
-EAGER_CHAIN = (ActionKind.SPECULATE, ActionKind.COMMIT, ActionKind.PUBLISH)
-"""The actions of a CPU unit that is eager: its states have two versions."""
+EAGER_CHAINS: dict[Placement, tuple[ActionKind, ...]] = {
+    Placement.CPU: (ActionKind.SPECULATE, ActionKind.COMMIT, ActionKind.PUBLISH),
+    Placement.STREAMED: (ActionKind.PREFETCH, ActionKind.GPU_SPECULATE, ActionKind.FLUSH_STATES, ActionKind.ADOPT),
+}
+"""The actions of a unit that is eager: its states have two versions."""
 
 DISK_CHAIN = (ActionKind.READ, ActionKind.CPU_STEP, ActionKind.PUBLISH, ActionKind.WRITE)
 """The actions of a unit on disk. Its write waits for its publication, which may read the masters in the disk slot."""
@@ -85,3 +88,21 @@ class Clocks:
         finished = self._finished.get(producer.name)
         index = _INDEX[producer.lane]
         return finished is not None and clock[index] >= finished[index]
+
+
+def insert_waits(actions: Sequence[Action]) -> list[Action]:
+    """Return the actions with a wait for each dependency that lane order and the earlier waits do not imply."""
+    needs = dependencies(actions)
+    clocks = Clocks()
+    lowered = []
+    for action in actions:
+        waits: tuple[str, ...] = ()
+        start = clocks.start_clock(action)
+        # Start with the latest producer: its clock may cover the others.
+        for producer in reversed(needs[action.name]):
+            if not clocks.has_finished(producer, start):
+                waits = (producer.name, *waits)
+                start = clocks.start_clock(action, waits)
+        clocks.issue(action, start)
+        lowered.append(Action(action.kind, action.unit, action.slot, waits) if waits else action)
+    return lowered

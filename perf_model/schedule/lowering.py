@@ -1,4 +1,4 @@
-"""Lower a placement to a schedule: order the units, assign slots, order the actions and insert the waits."""
+"""Lower a placement to a schedule: order the units, assign slots, and order the actions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from perf_model.schedule.action import Action, ActionKind
-from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN, Clocks, dependencies
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAINS, insert_waits
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots import assign_slots, in_order_of_slots, through_slots
 from perf_model.schedule.workload import Workload
 
 CPU_PER_DISK = 4
@@ -24,7 +25,7 @@ def lower(
     num_disk_slots: int = 0,
 ) -> Schedule:
     """Return the schedule that executes ``placements`` in the given order of the units, of which some are ``eager``."""
-    streamed = [index for index in order if placements[index] is Placement.STREAMED]
+    streamed = in_order_of_slots(order, placements, eager)
     on_disk = [index for index in order if workload.units[index].is_on_disk]
     num_slots, num_disk_slots = min(num_slots, len(streamed)), min(num_disk_slots, len(on_disk))
     slots, disk_slots = assign_slots(streamed, num_slots), assign_slots(on_disk, num_disk_slots)
@@ -69,11 +70,6 @@ def forward_order(
     return (*residents, *(index for *_, index in sorted(due)))
 
 
-def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:
-    """Return the slot of each streamed unit, round robin."""
-    return {index: position % num_slots for position, index in enumerate(streamed)}
-
-
 def issue_order(
     order: Sequence[int],
     placements: Sequence[Placement],
@@ -85,9 +81,8 @@ def issue_order(
 
     CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its slot, so that
     the h2d lane runs ahead by the number of slots, and the read of a unit on disk follows the write that frees its own.
+    Streamed units that are eager come first, because backward updates them.
     """
-    streamed = [index for index in order if placements[index] is Placement.STREAMED]
-    num_slots = max(slots.values(), default=-1) + 1
     disk_slots = disk_slots or {}
     actions, to_read = list[Action](), iter([index for index in order if index in disk_slots])
 
@@ -102,34 +97,11 @@ def issue_order(
             actions += [Action(kind, index, disk_slots[index]) for kind in DISK_CHAIN[1:]]
             read(1)
         else:
-            actions += [Action(kind, index) for kind in (EAGER_CHAIN if index in eager else CHAINS[Placement.CPU])]
-    actions.extend(Action(ActionKind.PREFETCH, index, slots[index]) for index in streamed[:num_slots])
-    waiting = streamed[num_slots:]
-    for index in order:
-        if placements[index] is Placement.CPU:
-            continue
-        actions.append(Action(ActionKind.GPU_STEP, index, slots.get(index)))
-        if placements[index] is Placement.STREAMED:
-            actions.append(Action(ActionKind.FLUSH_STATES, index, slots[index]))
-            if waiting:
-                following = waiting.pop(0)
-                actions.append(Action(ActionKind.PREFETCH, following, slots[following]))
+            chains = EAGER_CHAINS if index in eager else CHAINS
+            actions += [Action(kind, index) for kind in chains[Placement.CPU]]
+    early = [index for index in in_order_of_slots(order, placements, eager) if index in eager]
+    others = (index for index in order if placements[index] is not Placement.CPU and index not in early)
+    actions += through_slots([*early, *others], slots, eager, adopts=False)
+    # After the prefetches of units that forward needs earlier.
+    actions.extend(Action(ActionKind.ADOPT, index, slots[index]) for index in reversed(early))
     return actions
-
-
-def insert_waits(actions: Sequence[Action]) -> list[Action]:
-    """Return the actions with a wait for each dependency that lane order and the earlier waits do not imply."""
-    needs = dependencies(actions)
-    clocks = Clocks()
-    lowered = []
-    for action in actions:
-        waits: tuple[str, ...] = ()
-        start = clocks.start_clock(action)
-        # Start with the latest producer: its clock may cover the others.
-        for producer in reversed(needs[action.name]):
-            if not clocks.has_finished(producer, start):
-                waits = (producer.name, *waits)
-                start = clocks.start_clock(action, waits)
-        clocks.issue(action, start)
-        lowered.append(Action(action.kind, action.unit, action.slot, waits) if waits else action)
-    return lowered

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from perf_model.schedule.host_layout import NUM_DISK_SLOTS
@@ -23,9 +23,9 @@ DEFAULT_NUM_SLOTS = 2
 class UpdatePlan:
     """A placement for each unit of ``workload``, and at most ``num_slots`` slots for the streamed ones.
 
-    The host processes the units in ``order``, which defaults to ``forward_order``. The ``eager`` units, which the CPU
-    updates, have two versions of their states, so that their updates may run in backward. Raise ``ValueError`` if
-    placements, slots, order or eager units are invalid, or if the persistent unit or one on disk is not on the CPU.
+    The host processes the units in ``order``, which defaults to ``forward_order``. The ``eager`` units have two
+    versions of their states, so that their updates may run in backward. Raise ``ValueError`` if placements, slots,
+    order or eager units are invalid, or if the persistent unit or one on disk is not on the CPU.
     """
 
     workload: Workload
@@ -51,7 +51,7 @@ class UpdatePlan:
             raise ValueError(f"A plan's order names each of its {len(self.placements)} units once, found {self.order}.")
         if self.eager and not self.eager <= self.eligible_as_eager:
             wrong = sorted(self.eager - self.eligible_as_eager)
-            rule = "Eager units are on the CPU, and neither the persistent unit nor one on disk is eager"
+            rule = "Eager units are not resident, and neither the persistent unit nor one on disk is eager"
             raise ValueError(f"{rule}, found {wrong}.")
 
     @cached_property
@@ -78,11 +78,11 @@ class UpdatePlan:
 
     @property
     def eligible_as_eager(self) -> frozenset[int]:
-        """Return the units on the CPU that may be eager: not the persistent one, which ``step()`` waits for."""
+        """Return the units that may be eager: not the persistent one, which ``step()`` waits for."""
         return frozenset(
             unit.index
-            for unit in self.workload.units
-            if self._is_on_cpu(unit) and not (unit.is_persistent or unit.is_on_disk)
+            for unit, placement in zip(self.workload.units, self.placements, strict=True)
+            if placement is not Placement.RESIDENT and not (unit.is_persistent or unit.is_on_disk)
         )
 
     def _is_on_cpu(self, unit: Unit) -> bool:
@@ -134,3 +134,14 @@ def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
         else Placement.CPU
         for unit in workload.units
     )
+
+
+def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:
+    """Return ``plan`` with its units in the order ``first_use``, which defaults to the order of the indices."""
+    return replace(plan, order=None if first_use is None else forward_order(plan.workload, plan.placements, first_use))
+
+
+def least_plan(workload: Workload) -> UpdatePlan:
+    """Return the plan with the least memory, in which the CPU updates every unit that is not fixed."""
+    placements = tuple(unit.fixed or Placement.CPU for unit in workload.units)
+    return UpdatePlan(workload=workload, placements=placements, num_slots=1)

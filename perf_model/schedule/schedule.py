@@ -7,7 +7,7 @@ from functools import cached_property
 
 from perf_model.schedule.action import Action, ActionKind, lanes_of
 
-PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH)
+PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH, ActionKind.ADOPT)
 """The kinds of action that write 16-bit parameters. Each unit has exactly one such action."""
 
 
@@ -24,6 +24,11 @@ class Schedule:
     def publishing(self) -> dict[int, int]:
         """Return by unit the position of the action that writes its parameters."""
         return {action.unit: position for position, action in enumerate(self.actions) if action.kind in PUBLISHING}
+
+    @cached_property
+    def adopts(self) -> frozenset[int]:
+        """Return the units that are streamed and eager, whose parameters are flushed with their states."""
+        return frozenset(action.unit for action in self.actions if action.kind is ActionKind.ADOPT)
 
     def __str__(self) -> str:
         header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel}"

@@ -152,7 +152,7 @@ def test_units_are_explained_with_the_effect_of_more_memory_and_cores(capsys: py
     for group in (
         rf"cpu: \d+ units, .* for \d+% of the update; one more core per rank {effect}\.",
         rf"streamed: \d+ units, .*; 1 GB more of GPU memory {effect}\.",
-        rf"eager: \d+ of the cpu units, .*; 1 GB more of --eager-memory-gb {effect}\.",
+        rf"eager units: \d+, .*; 1 GB more of --eager-memory-gb {effect}\.",
         r"lower bound of the update, exposed and hidden time together: \d+ ms \(limited by [\w ]+\);",
     ):
         assert re.search(group, shown), group

@@ -9,8 +9,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from perf_model.schedule.action import Action, ActionKind, Lane
-from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAIN, EMPTIED_BY
-from perf_model.schedule.lowering import insert_waits
+from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAINS, EMPTIED_BY, insert_waits
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
@@ -45,7 +44,8 @@ def plans(
     plan = UpdatePlan(workload=workload, placements=tuple(placements), num_slots=draw(st.integers(1, 6)), order=order)
     if may_be_eager and plan.eligible_as_eager:
         plan = replace(plan, eager=frozenset(draw(st.sets(st.sampled_from(sorted(plan.eligible_as_eager))))))
-    if may_be_on_disk and (others := plan.eligible_as_eager - plan.eager):
+    others = {unit for unit in plan.eligible_as_eager - plan.eager if placements[unit] is Placement.CPU}
+    if may_be_on_disk and others:
         on_disk = draw(st.sets(st.sampled_from(sorted(others))))
         units = (replace(unit, is_on_disk=unit.index in on_disk) for unit in workload.units)
         plan = replace(plan, workload=Workload(tuple(units)))
@@ -64,7 +64,11 @@ def schedules(
     units = plan.workload.units
     chains = {
         index: list(
-            DISK_CHAIN if units[index].is_on_disk else EAGER_CHAIN if index in plan.eager else CHAINS[placement]
+            DISK_CHAIN
+            if units[index].is_on_disk
+            else EAGER_CHAINS[placement]
+            if index in plan.eager
+            else CHAINS[placement]
         )
         for index, placement in enumerate(plan.placements)
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.cost import UPDATES_ON_CPU, UPDATES_ON_GPU, CostModel, Resource
 from perf_model.prediction.hardware import (
     ACCELERATOR_RATES,
     REQUIRED,
@@ -160,7 +160,8 @@ def test_without_rates_of_an_accelerator_everything_is_updated_on_the_cpu() -> N
     staged_s = 12 * NUMEL * copied_byte_s + 3 * RATES["copy_latency_s"]
     assert {kind: cost.load(kind, NUMEL).total_s for kind in cost.per_param} == pytest.approx(
         dict.fromkeys((ActionKind.PREFETCH, ActionKind.FLUSH_STATES), staged_s)
-        | dict.fromkeys((ActionKind.GPU_STEP, ActionKind.CPU_STEP, ActionKind.SPECULATE), adam_s)
+        | {ActionKind.ADOPT: 2 * NUMEL * copied_byte_s + RATES["copy_latency_s"]}
+        | dict.fromkeys((*UPDATES_ON_CPU, *UPDATES_ON_GPU), adam_s)
         # The parameters of an eager unit are copied to the model, and others updated in place.
         | {ActionKind.COMMIT: 2 * NUMEL * copied_byte_s, ActionKind.PUBLISH: 0}
     )

@@ -21,12 +21,13 @@ import torch
 
 from benchmarks.harness.rows import read_rows
 from examples.common.byte_gpt import ByteGPT, Shape
-from perf_model.planner import evaluate, in_forward_order
+from perf_model.planner import evaluate
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP
 from perf_model.presets.comparison import NEVER, comparison
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import in_forward_order
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads

@@ -114,6 +114,28 @@ def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() 
     assert (reverse["SPECULATE 1"], reverse["SPECULATE 2"]) == pytest.approx((-1.0, 0.5))
 
 
+def test_eager_units_pass_through_slots_in_backward_and_are_adopted_when_the_step_is_decided() -> None:
+    # Backward completes a quarter of the parameters each second, the last unit first.
+    eager = plan_of(STREAMED, STREAMED, STREAMED, STREAMED, num_slots=1, eager=frozenset({2, 3}))
+    overlap = Windows(backward_s=4.0, forward_s=4.0)
+    spans = simulate(eager.schedule, eager.workload, cost(h2d=48e9, d2h=48e9), overlap).spans
+    times = {span.action.name: (span.start_s, span.end_s) for span in spans}
+    assert times["PREFETCH 3"][0] == -4.0
+    assert times["GPU_SPECULATE 3"][0] == pytest.approx(-3.0)
+    assert times["PREFETCH 2"][0] == times["FLUSH_STATES 3"][1] < -2.5
+    assert times["GPU_SPECULATE 2"][0] == pytest.approx(-2.0)
+    assert times["PREFETCH 0"][0] == times["FLUSH_STATES 2"][1] < 0.0
+    assert times["GPU_STEP 0"][0] == 0.0
+    assert times["ADOPT 2"][0] >= times["PREFETCH 1"][1]
+    assert times["ADOPT 3"][0] == times["ADOPT 2"][1]
+    on_disk = replace(eager.workload.units[0], is_on_disk=True)
+    workload = replace(eager.workload, units=(on_disk, *eager.workload.units[1:]))
+    with_disk = replace(eager, workload=workload, placements=(CPU, STREAMED, STREAMED, STREAMED))
+    model = cost().with_disk(DiskRates(6e9, 5e9, 7e9), SIXTEEN_BIT)
+    spans = simulate(with_disk.schedule, workload, model, overlap).spans
+    assert next(span.start_s for span in spans if span.action.kind is ActionKind.READ) < 0.0
+
+
 def test_eager_units_hide_in_backward_and_slow_it_down() -> None:
     eager = plan_of(CPU, CPU, CPU, eager=frozenset({1, 2}))
     overlap = Windows(backward_s=3.0, forward_s=3.0, slowdown=Slowdown(cpu=0.25))
@@ -142,15 +164,18 @@ def test_a_simulation_respects_lanes_waits_windows_and_every_capacity(
     lane_ends = dict.fromkeys(Lane, -overlap.backward_s)
     completed_s = overlap.completed_s(workload)
     used = dict.fromkeys(Resource, 0.0)
+    adopted = {action.unit for action in schedule.actions if action.kind is ActionKind.ADOPT}
     for span in timeline.spans:
         action, numel = span.action, workload.units[span.action.unit].numel
         load = model.load(action.kind, numel)
         assert span.start_s >= max((ends[name] for name in action.waits), default=-overlap.backward_s)
-        if span.start_s < 0.0 and action.kind is ActionKind.SPECULATE:
+        if span.start_s < 0.0 and action.kind in (ActionKind.SPECULATE, ActionKind.GPU_SPECULATE):
             assert span.start_s >= completed_s[action.unit]
-        else:
+        elif span.start_s < 0.0:
+            of_eager = action.kind is ActionKind.FLUSH_STATES and action.unit in adopted
+            assert of_eager or action.kind in (ActionKind.PREFETCH, ActionKind.READ)
+        if not (span.start_s < 0.0 and action.lane is Lane.CPU):
             assert span.start_s >= lane_ends[action.lane]
-            assert span.start_s >= 0.0 or action.kind in (ActionKind.PREFETCH, ActionKind.READ)
         assert span.end_s - span.start_s >= load.total_s * (1 - 1e-6) - 1e-12
         lane_ends[action.lane] = max(span.end_s, lane_ends[action.lane])
         for resource, amount in load.amounts.items():

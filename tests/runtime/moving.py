@@ -20,6 +20,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
 from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.state_memory import StateMemory
+from perf_model.prediction.memory import TrainingSetup
 from perf_model.schedule.cutting import BORDER_MULTIPLE
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -158,10 +159,12 @@ class MovingTraining:
         if iteration.prefetches:
             self.executor.prefetch()
         self._has_skipped = iteration.is_skipped
+        if not iteration.is_skipped or iteration.advances:
+            self.speculate(1 + number, random.Random(iteration.speculation))
         if iteration.is_skipped:
             self._wait_for_caller()  # the host waits for the norm before it skips an update
+            self.executor.forget_speculations()
             return
-        self.speculate(1 + number, random.Random(iteration.speculation))
         self.executor.begin([adam_step(1 + number)] * len(self.params))
         yield from self._forward(iteration)
         if iteration.overlaps_flushes:
@@ -177,7 +180,7 @@ class MovingTraining:
         scales = chance.choice([(), (0.5,), (0.5,), (0.25,), (0.25, 0.5), (0.5, 0.25)]) if self.plan.eager else ()
         for grad_scale in scales:
             units = [unit for unit in sorted(self.plan.eager) if chance.random() < 0.7]
-            self.executor.speculate(units, [adam_step(step, grad_scale)] * len(self.params), ready)
+            self.executor.speculate(units, [adam_step(step, grad_scale)] * len(self.params), ready, ready)
             if chance.random() < 0.2:
                 self.executor.sync_states_to_host()
             if chance.random() < 0.2:
@@ -307,7 +310,8 @@ def random_plan(chance: random.Random, model: Model) -> UpdatePlan:
         order=tuple(chance.sample(range(len(units)), len(units))),
     )
     plan = with_persistent(plan, model.persistent)
-    return replace(plan, eager=frozenset(unit for unit in sorted(plan.eligible_as_eager) if chance.random() < 0.5))
+    eligible = sorted(TrainingSetup(params_on_host=model.params_on_host).eligible_as_eager(plan))
+    return replace(plan, eager=frozenset(unit for unit in eligible if chance.random() < 0.5))
 
 
 @st.composite

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -27,7 +28,10 @@ import deep_opt_states.zero.step
 from deep_opt_states.device.cuda import CudaEvent, CudaStream
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.zero.step.staging import Staging
-from tests.runtime.moving import Model, random_iterations
+from perf_model.schedule.placement import Placement
+from perf_model.schedule.plan import UpdatePlan
+from perf_model.schedule.workload import Workload
+from tests.runtime.moving import Model, MovingIteration, random_iterations
 from tests.runtime.on_software_gpu import SoftwareDevice, faults_of, is_right
 from tests.runtime.random_states import same
 from tests.software_gpu.plugged import plugged
@@ -126,12 +130,27 @@ class RuntimeWaits:
 
 
 def moves() -> Iterator[Scenario]:
-    """Yield training in which units move between updates."""
+    """Yield training in which units move between updates, and steps before which no eager unit was updated."""
     for seed in range(16):
         persistent = [[(3, 9)], []] if seed % 2 else [[], [(0, 5)]]
         model = Model(numels=(40, 25), persistent=persistent, params_on_host=seed % 3 == 0)
         yield partial(is_right, model, random_iterations(random.Random(seed), model, 6, moves=True))
+    numels = (40, 25, 30)
+    plan = UpdatePlan(
+        workload=Workload.from_numels(numels), placements=(Placement.STREAMED,) * 3, num_slots=1, eager=frozenset({2})
+    )
+    iterations = [
+        MovingIteration(plan=plan, speculation=speculation, overlaps_flushes=True)
+        for speculation in (SPECULATED, NOT_SPECULATED) * 2
+    ]
+    model = Model(numels=numels, persistent=[[], [], []])
+    yield partial(is_right, model, iterations)
+    in_flight = MovingIteration(plan=replace(plan, eager=frozenset()), prefetches=True, is_skipped=True)
+    yield partial(is_right, model, [in_flight])
 
+
+SPECULATED, NOT_SPECULATED = 4, 2
+"""Seeds with which ``MovingTraining.speculate`` speculates the step that follows, and no step."""
 
 BUFFER_NUMEL, NUMEL = 7, 100
 

@@ -148,7 +148,7 @@ class AdamKernel(ABC):
     def assume_step(self, steps: Sequence[AdamStep]) -> None:
         """Set the hyperparameters of a step that may not follow: the next ``begin_step`` is as without this call.
 
-        Only the C++ kernel can do that.
+        DeepSpeed's op cannot do that.
         """
         assert not steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, NamedTuple
@@ -99,6 +100,9 @@ class TritonAdam(AdamKernel):
 
     def begin_step(self, steps: Sequence[AdamStep]) -> None:
         self._arguments = [self._keywords(scalars) for scalars in self._powers.scalars(steps)]
+
+    def assume_step(self, steps: Sequence[AdamStep]) -> None:
+        self._arguments = [self._keywords(scalars) for scalars in copy(self._powers).scalars(steps)]
 
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
         element_range = element_range or ElementRange.whole(tensors.master.numel())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def make_plan(
         plan, why = plan_on_rank_0(request, accelerator)
         raise_together(lambda: accelerator.validate(plan))
     else:
-        plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload)), lambda plan: plan.fingerprint)
+        plan = same_on_all_ranks(lambda: accelerator.validate(config.plan(workload, setup)), attrgetter("fingerprint"))
     return PlannedRun(plan, predict, why, request, tuple(notes), profile)
 
 

@@ -38,6 +38,8 @@ class _Units:
     """The indices of the gradient buffers of each unit."""
     ready: dict[int, Event]
     """The staging stream -> worker: the gradients are in host memory. One event serves the units of a bucket."""
+    reduced: dict[int, Event]
+    """The stream of the reduction -> compute stream: the gradients are complete on the accelerator, as above."""
 
 
 @dataclass
@@ -93,9 +95,11 @@ class EagerUpdates:
             window.steps = self._likely_steps()
         if window.steps:
             ready = units.ready[complete[0]]
+            reduced = units.reduced[complete[0]]
+            self._device.current_stream().record(reduced)
             is_copied = running.gradients.record_copies(ready)
             window.writes |= {unit: running.gradients.writes_to(units.parts[unit]) for unit in complete}
-            running.executor.speculate(complete, window.steps, ready if is_copied else None)
+            running.executor.speculate(complete, window.steps, ready if is_copied else None, reduced)
 
     def begin_update(self) -> None:
         """Forget the steps of units whose gradients were written since, and start with the next window."""
@@ -146,7 +150,8 @@ class EagerUpdates:
                 ds_id: frozenset(unit_of_part[part] for part in of_param) & eager
                 for ds_id, of_param in self._running.gradients.parts_by_param().items()
             }
-            self._units = _Units(plan, eager, of_param, parts, {unit: self._device.event() for unit in eager})
+            ready, reduced = ({unit: self._device.event() for unit in eager} for _ in range(2))
+            self._units = _Units(plan, eager, of_param, parts, ready, reduced)
             self._start_window()
         return self._units
 

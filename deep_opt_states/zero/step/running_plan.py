@@ -12,6 +12,7 @@ from deep_opt_states.device.slab import HostMemoryError
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
+from deep_opt_states.waiting import waiting
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
@@ -141,7 +142,8 @@ def reserve(plan: UpdatePlan, memory: StateMemory) -> tuple[UpdatePlan, list[Uni
     Updates in backward are no collective. Raise the accelerator's out-of-memory error.
     """
     try:
-        memory.set_plan(plan)
+        with waiting(lambda: f"reserving the memory of a plan with {plan.eager_numel:,} eager parameters"):
+            memory.set_plan(plan)
     except HostMemoryError as refused:
         log.warn_this_rank(f"updates do not start in backward on this rank. {refused}")
         plan = replace(plan, eager=frozenset())

@@ -46,7 +46,7 @@ from tests.zero.random_plans import moves_in_turn
 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 SERIAL_STRIDE_2, EAGER = {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}, eager(CPU)
-BLOCKS = (STRIDE_2, SERIAL_STRIDE_2, STREAMED_ONE_SLOT, EAGER, EAGER, EAGER, STRIDE_2, EAGER)
+BLOCKS = (STRIDE_2, SERIAL_STRIDE_2, STREAMED_ONE_SLOT, EAGER, eager(STRIDE_2), eager(STRIDE_2), STRIDE_2, EAGER)
 """The blocks of the runs that are killed in each of the phases."""
 
 PHASES = ("save", "load", "promotion", "speculation", "commit", "update", "backward", "forward")
@@ -197,6 +197,10 @@ def slowed_down(engine: Any, mark: Any) -> Iterator[None]:
             original(action)
             mark("commit")
 
+        def marked_adoption(action: Action, original: Any = run[ActionKind.ADOPT]) -> None:
+            original(action)
+            mark("commit")
+
         def marked_speculation(action: Action, original: Any = run[ActionKind.SPECULATE]) -> None:
             # A unit that was not speculated in backward runs in the update.
             is_in_backward = not executor._pending
@@ -205,7 +209,14 @@ def slowed_down(engine: Any, mark: Any) -> Iterator[None]:
                 mark("speculation")
 
         patched.enter_context(
-            mock.patch.dict(run, {ActionKind.COMMIT: marked_commit, ActionKind.SPECULATE: marked_speculation})
+            mock.patch.dict(
+                run,
+                {
+                    ActionKind.COMMIT: marked_commit,
+                    ActionKind.SPECULATE: marked_speculation,
+                    ActionKind.ADOPT: marked_adoption,
+                },
+            )
         )
         for layer in engine.module.layers:
             layer.register_forward_pre_hook(lambda *_: time.sleep(FORWARD_S))

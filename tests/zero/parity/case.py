@@ -34,7 +34,7 @@ def not_deferred(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def eager(block: dict[str, Any]) -> dict[str, Any]:
-    """Return ``block`` with updates in backward of all units that the CPU updates."""
+    """Return ``block`` with updates in backward of all units that may be eager."""
     return {**block, "eager": True}
 
 

@@ -35,6 +35,8 @@ class Speculations:
 
     kept: int = 0
     void: int = 0
+    streamed: int = 0
+    """The number of kept ones of streamed units."""
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def counted_speculations() -> Iterator[Speculations]:
     keep_speculations, forget_speculations = Issuer.keep_speculations, Issuer.forget_speculations
 
     def keep(self: Issuer, is_valid: Callable[[int], bool]) -> bool | None:
-        before = len(self.on_cpu)
+        before, on_stream = len(self.on_cpu), self._early.speculated
 
         def counted(unit: int) -> bool:
             holds = is_valid(unit)
@@ -53,6 +55,7 @@ def counted_speculations() -> Iterator[Speculations]:
 
         all_hold = keep_speculations(self, counted)
         found.kept += len(self.on_cpu) - before
+        found.streamed += len(on_stream) if all(map(is_valid, on_stream)) else 0
         return all_hold
 
     def forget(self: Issuer, units: Collection[int] | None = None) -> None:

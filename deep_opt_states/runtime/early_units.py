@@ -1,0 +1,72 @@
+"""Update streamed units in backward, through slots, for the step that is likely to follow.
+
+Slots are used in the order of the schedule, so a unit whose gradients are complete waits for those before it.
+Prefetches of other units follow into slots that are free. What is written, the other versions of the states and
+parameters in host memory, is read after the step is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import takewhile
+from typing import Any
+
+from deep_opt_states.device.interface import Event, Stream
+from perf_model.schedule.action import Action, ActionKind
+from perf_model.schedule.schedule import Schedule
+
+OF_SLOTS = (ActionKind.PREFETCH, ActionKind.GPU_SPECULATE, ActionKind.FLUSH_STATES, ActionKind.GPU_STEP)
+
+
+class EarlyUnits:
+    """The streamed eager units of one schedule. ``issue`` issues an action for the next update, once.
+
+    ``compute`` is the stream that updates them.
+    """
+
+    def __init__(self, compute: Stream[Any], issue: Callable[[Action], None]) -> None:
+        self._compute, self._issue = compute, issue
+        self._actions: list[Action] = []
+        """The actions that may run in backward: those before the first step that may not."""
+        self._issued = 0
+        """The number of them that were issued for the next update."""
+        self._reduced: dict[int, Event] = {}
+        """The caller's stream -> compute stream, by unit: its gradients are complete."""
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Update the units of ``schedule`` from now on. None is speculated."""
+        of_slots = (action for action in schedule.actions if action.kind in OF_SLOTS)
+        self._actions = list(takewhile(lambda action: action.kind is not ActionKind.GPU_STEP, of_slots))
+        self.restart()
+
+    @property
+    def speculated(self) -> set[int]:
+        """Return the units whose steps were issued for the next update."""
+        issued = self._actions[: self._issued]
+        return {action.unit for action in issued if action.kind is ActionKind.GPU_SPECULATE}
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of the actions that may run in backward."""
+        return {action.name for action in self._actions}
+
+    def speculate(self, unit: int, reduced: Event) -> None:
+        """Issue the actions up to the first step of a unit whose gradients are not complete. Those of ``unit`` are."""
+        self._reduced[unit] = reduced
+        for action in self._actions[self._issued :]:
+            if action.kind is ActionKind.GPU_SPECULATE:
+                if action.unit not in self._reduced:
+                    break
+                self._compute.wait(self._reduced[action.unit])
+            self._issue(action)
+            self._issued += 1
+
+    def leave_out(self, units: Collection[int]) -> None:
+        """Issue no step of ``units``, which are not speculated, before the next update starts."""
+        for unit in units:
+            self._reduced.pop(unit, None)
+
+    def restart(self) -> None:
+        """Start with the update after the next one, or issue all actions again."""
+        self._reduced.clear()
+        self._issued = 0
