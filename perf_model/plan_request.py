@@ -84,7 +84,7 @@ class PlanRequest:
         if self.all_eager:
             eligible = self.setup.eligible_as_eager(planned.plan)
             all_eager = self.evaluate(replace(planned.plan, eager=eligible))
-            if self.budgets.missing(replace(all_eager.memory, host_bytes=0, pinned_bytes=0, eager_bytes=0)):
+            if "gpu_bytes" in self.budgets.missing(all_eager.memory):
                 # Streamed units that are eager take more memory of the accelerator.
                 eligible = frozenset(unit for unit in eligible if planned.plan.placements[unit] is Placement.CPU)
                 all_eager = self.evaluate(replace(planned.plan, eager=eligible))

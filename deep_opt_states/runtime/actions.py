@@ -126,8 +126,7 @@ class Actions:
         self._copy(self._copies_of_states(action))
 
     def _gpu_step(self, action: Action) -> None:
-        assert self._device_adam is not None
-        self._device_adam.update_ranges(self._updates_of(action))
+        self._gpu_speculate(action)
         # On the update's stream: the next unit staged in the same memory is updated on it, after this copy.
         self._copy(self._operations_of(action).publications)
 

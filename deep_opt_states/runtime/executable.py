@@ -25,9 +25,10 @@ def check_executable(schedule: Schedule, states: Sequence[UnitState]) -> None:
     )
     placements = check(schedule, workload)
     if schedule.adopts:
-        check(in_vain(schedule), workload)
+        other = in_vain(schedule)
+        check(other, workload)
         # Its last ADOPT waits for all flushes, so that the next update need not.
-        check_next_update(in_vain(schedule), {})
+        check_next_update(other, {})
     of_cpu_units = {action.name for action in schedule.actions if action.lane in (Lane.CPU, Lane.PUBLISH)}
     for action in schedule.actions:
         if action.lane.is_thread:
