@@ -1,8 +1,9 @@
 """How much host time do the plugin's hooks take while no update is in flight?
 
 In a model of 36 tiny layers, Python takes nearly all of the time. The arms are interleaved, each in a process of its
-own. A turn trains for two iterations and counts the second one. Updates end in ``step()``, on the CPU accelerator and,
-with all states resident, on the software GPU of the tests.
+own. A turn trains for two iterations and counts the second one. Updates end in ``step()`` or, deferred, before the next
+forward starts: on the CPU accelerator and, with all states resident, on the software GPU of the tests. ``beside`` adds
+why forward is slower while an update is in flight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import deepspeed
 import torch
 
 import deep_opt_states  # noqa: F401 (activates where the package is not installed)
+from benchmarks import beside
 from benchmarks.harness.rows import Row
 from benchmarks.harness.run_rows import labels_of
 from benchmarks.harness.setting import TrainingSetting
@@ -35,6 +37,9 @@ HUGGING_FACE_AUTO = {
     "stage3_prefetch_bucket_size": 9 * SETTING.width**2 // 10,
     "stage3_param_persistence_threshold": 10 * SETTING.width,
 }
+
+LARGE_NUMEL = 60_000_000
+"""The parameters that the worker updates alongside the layers of ``beside``."""
 
 HOOKS = ("forward", "backward")
 TO_STOCK = "forward + backward / stock's"
@@ -76,15 +81,18 @@ class ArmProcess:
             self.variant.verify(engine)
             threads = {threading.get_ident()}
             for _ in range(3):
-                _train(engine, threads)
+                self._train(engine, threads)
             requests.send(None)
             while requests.recv():
-                _train(engine, threads)
-                times = _train(engine, threads)
-                if self.variant.block is not None:
-                    engine.optimizer._update.wait()
-                requests.send(times)
+                self._train(engine, threads)
+                requests.send(self._train(engine, threads))
             engine.destroy()
+
+    def _train(self, engine: Any, threads: set[int]) -> dict[str, Moment]:
+        times = _train(engine, threads)
+        if self.variant.block is not None:
+            engine.optimizer._update.wait()
+        return times
 
 
 def _train(engine: Any, threads: set[int]) -> dict[str, Moment]:
@@ -102,11 +110,14 @@ def _train(engine: Any, threads: set[int]) -> dict[str, Moment]:
     return {phase: (end[0] - begin[0], end[1] - begin[1]) for phase, (begin, end) in spans.items()}
 
 
-OURS_ALONE = ours("ours", placement="cpu", overlap_forward=False)
-RESIDENT = ours("ours, all resident", placement=[{"match": "*", "states": "resident"}], overlap_forward=False)
+RESIDENT = [{"match": "*", "states": "resident"}]
+OVERLAPS = {"": False, ", deferred": True}
 
-ON_CPU = ArmProcess(variant=STOCK), ArmProcess(variant=OURS_ALONE)
-ON_SOFTWARE_GPU = ArmProcess(variant=STOCK, on_software_gpu=True), ArmProcess(variant=RESIDENT, on_software_gpu=True)
+ON_CPU = STOCK, *(ours(f"ours{name}", placement="cpu", overlap_forward=each) for name, each in OVERLAPS.items())
+ON_SOFTWARE_GPU = (
+    STOCK,
+    *(ours(f"ours, all resident{name}", placement=RESIDENT, overlap_forward=each) for name, each in OVERLAPS.items()),
+)
 
 
 def in_turns(arms: Sequence[ArmProcess], turns: int) -> list[list[dict[str, Moment]]]:
@@ -132,8 +143,10 @@ def in_turns(arms: Sequence[ArmProcess], turns: int) -> list[list[dict[str, Mome
 
 def measure(*, quick: bool, turns: float = 16) -> Iterator[Row]:
     """Yield the seconds of each arm by both clocks, and their ratio to those of the first arm in the same turn."""
-    for arms in (ON_CPU, ON_SOFTWARE_GPU):
-        times = in_turns(arms, 2 if quick else int(turns))
+    turns = 2 if quick else int(turns)
+    for variants in (ON_CPU, ON_SOFTWARE_GPU):
+        arms = [ArmProcess(variant=variant, on_software_gpu=variants is ON_SOFTWARE_GPU) for variant in variants]
+        times = in_turns(arms, turns)
         for arm, of_arm in zip(arms, times, strict=True):
             labels = labels_of(arm.variant.name + (", software GPU" if arm.on_software_gpu else ""), SETTING)
             # On the software GPU, only the CPU time is that of the hooks: its kernels run on the same cores.
@@ -144,3 +157,12 @@ def measure(*, quick: bool, turns: float = 16) -> Iterator[Row]:
                 yield Row(quantity=" + ".join(HOOKS) + name, unit="s", samples=seconds, **labels)
                 ratios = [one / other for one, other in zip(seconds, stock, strict=True)]
                 yield Row(quantity=TO_STOCK + name, unit="times", samples=ratios, **labels)
+    torch.set_num_threads(1)
+    large_numel = LARGE_NUMEL // 30 if quick else LARGE_NUMEL
+    # Otherwise threads on all cores would be bound to the core of one.
+    variant = ours("ours", placement="cpu", cpu_threads=1, bind_cores=False, unit_size=large_numel)
+
+    def clocks() -> Moment:
+        return now([threading.get_ident()])
+
+    yield from beside.measure(variant, SETTING, HUGGING_FACE_AUTO, clocks, large_numel=large_numel, turns=turns)

