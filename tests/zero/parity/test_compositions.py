@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +15,13 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups
 
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 from tests.tiers import thorough
+from tests.tiny_llama import VOCABULARY, WIDTH, LossOfCausalModel, tiny_llama
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.training import Block, Record, assert_same_bits, closing_engine, shared_folder, train
 from tests.zero.test_monitoring import Wandb
@@ -24,21 +29,48 @@ from tests.zero.test_monitoring import Wandb
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
 
-def train_lora(block: Block) -> Record:
-    # Imported here, because most ranks need neither library, and importing them takes longer than training.
+def lora() -> torch.nn.Module:
+    # Imported here, because most ranks do not need it, and importing it takes longer than training.
     from peft import LoraConfig, get_peft_model
 
-    from tests.tiny_llama import VOCABULARY, LossOfCausalModel, tiny_llama
-
-    torch.manual_seed(0)
     config = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.0)
-    model = LossOfCausalModel(get_peft_model(tiny_llama().model, config))
-    case = Case(name="library", blocks=(), steps=5, clip=0.1, sub_group_size=2000)
+    return LossOfCausalModel(get_peft_model(tiny_llama().model, config))
+
+
+class Ulysses(torch.nn.Module):
+    """Attention over a sequence that is split over the ranks. ``tokens`` are those of this rank's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        qkv = self.qkv(x).view(*tokens.shape, 3, 4, WIDTH // 4).unbind(2)
+        attention = DistributedAttention(attend, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1)
+        x = attention(*(part.contiguous() for part in qkv), 0).reshape(x.shape)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
+def attend(*qkv: torch.Tensor) -> torch.Tensor:
+    """Return the causal attention of query, key and value, each of shape [batch, sequence, heads, head width]."""
+    heads_first = (part.transpose(1, 2) for part in qkv)
+    return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2).contiguous()
+
+
+def train_model(make_model: Callable[[], torch.nn.Module], block: Block) -> Record:
+    torch.manual_seed(0)
+    model, size = make_model(), dist.get_world_size()
+    extra = {"sequence_parallel_size": size, "data_parallel_size": 1} if make_model is Ulysses else {}
+    case = Case(name="library", blocks=(), steps=5, clip=0.1, world_size=size, sub_group_size=2000, extra=extra)
     trainable = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=case.ds_config(block))
 
     def tokens(_: Case, step: int, micro_batch: int) -> tuple[torch.Tensor]:
-        return (torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(step)),)
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        return (torch.randint(0, VOCABULARY, (2, 16), generator=generator),)
 
     record = train(engine, case, Path(), tokens)
     engine.destroy()
@@ -46,9 +78,15 @@ def train_lora(block: Block) -> Record:
 
 
 @pytest.mark.P1
-@ranks(1)
-def test_a_model_of_peft_trains_to_the_bits_of_stock() -> None:
-    stock, ours = (train_lora(block) for block in (None, STRIDE_2))
+@pytest.mark.parametrize(("make_model", "world_size"), [(lora, 1), (Ulysses, 2)])
+def test_models_of_libraries_train_to_the_bits_of_stock(
+    make_model: Callable[[], torch.nn.Module], world_size: int
+) -> None:
+    on_ranks(world_size, compare_models, make_model)
+
+
+def compare_models(make_model: Callable[[], torch.nn.Module]) -> None:
+    stock, ours = (train_model(make_model, block) for block in (None, STRIDE_2))
     assert [stock.optimizer_class, ours.optimizer_class] == [STOCK, OURS]
     assert len(ours.numbers["step"]) >= 3
     assert any(norm > 0.1 for norm in stock.numbers["norm"]), "clipping was never active"
