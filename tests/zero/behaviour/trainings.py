@@ -171,6 +171,19 @@ def windows_of_the_caller(variant: BehaviourVariant) -> Seen:
         engine.step()
 
 
+def one_loss_of_several_engines(variant: BehaviourVariant) -> Seen:
+    engines = [variant.engine(BehaviourNet()), variant.engine(BehaviourNet(3))]
+    for step in range(3):
+        losses = [loss_of(engine(inputs(step))) / (1 + index) for index, engine in enumerate(engines)]
+        torch.stack(losses).sum().backward()
+        for engine in engines:
+            yield from gradients(engine)
+        for engine in engines:
+            engine.step()
+            engine.optimizer.zero_grad()
+            yield from counters(engine)
+
+
 class Mixture(BehaviourNet):
     """A leaf module of DeepSpeed, of which a batch reaches one layer. The others get gradients of zero."""
 
