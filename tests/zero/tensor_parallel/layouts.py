@@ -144,3 +144,8 @@ def layouts() -> dict[str, SharedModel]:
             by_name={"blocks.1.": "streamed", ".columns.": "cpu", "embed": "resident"},
         ),
     }
+
+
+def one_rank_per_model(config: dict[str, Any]) -> SharedModel:
+    """Return the layout of the model of ``AutoTP`` if no ranks share it, with ``config`` in DeepSpeed's config."""
+    return SharedModel(make=tiny_llama, mpu=None, config=config, sharded="down_proj", by_name=BY_NAME)

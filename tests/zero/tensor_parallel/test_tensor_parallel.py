@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
 
 from deep_opt_states.zero.start.unsupported import Unsupported
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 from tests.tiers import thorough
 from tests.tiny_llama import tiny_llama
+from tests.zero.checkpoints.test_checkpoints import convert_to_universal
+from tests.zero.failures.test_failures import failing_update, must_raise_everywhere, must_refuse
 from tests.zero.parity.case import CPU, STREAMED, STRIDE_2, Case
 from tests.zero.parity.training import Block, Record, assert_same_bits, recorded
 from tests.zero.tensor_parallel.cases import (
@@ -22,9 +26,10 @@ from tests.zero.tensor_parallel.cases import (
     closing_engine_of,
     planned_numels,
     run,
+    tokens_of,
     train,
 )
-from tests.zero.tensor_parallel.layouts import SharedModel, layouts
+from tests.zero.tensor_parallel.layouts import SharedModel, layouts, one_rank_per_model
 
 STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 
@@ -69,10 +74,42 @@ def test_shards_of_different_sizes_are_refused_with_the_name_of_autotp() -> None
     assert "Choose a size that divides the attention heads" in refused
 
 
+def step(engine: Any) -> None:
+    engine.backward(engine(tokens_of(99)))
+    engine.step()
+
+
+@pytest.mark.P6
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["AutoTP", "mpu"])
+@ranks(4, timeout_s=600)
+def test_a_failed_update_on_one_rank_stops_all_ranks_that_share_models(name: str, tmp_path: Path) -> None:
+    """Let rank 1 fail in an update in flight, which shares a model with rank 0, and a shard with rank 3."""
+    case, layout = case_of(name), layouts()[name]
+    with closing_engine_of(case, layout, STRIDE_2) as engine:
+        train(engine, case, layout, 2)
+        engine.save_checkpoint(str(tmp_path))
+        step(engine)
+        with failing_update(engine, "cpu"):
+            step(engine)
+            must_raise_everywhere(lambda: step(engine))
+        must_refuse(step, engine)
+        must_refuse(engine.save_checkpoint, str(tmp_path / "inconsistent"))
+        engine.load_checkpoint(str(tmp_path))
+        ours = train(engine, case, layout, 2)
+    with closing_engine_of(case, layout, None) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        assert_same_bits(train(engine, case, layout, 2), ours)
+
+
 STEPS_TO_SAVE = 2
 SAVED_BY: dict[str, Block] = {"stock": None, "plugin": STRIDE_2}
 WAYS: tuple[tuple[str, Block], ...] = (("plugin", None), ("stock", STREAMED), ("plugin", CPU))
 """The arm that saves each checkpoint, stock or the plugin, and the block that resumes it; None resumes with stock."""
+
+
+def case_of(name: str) -> TensorParallelCase:
+    return TensorParallelCase(name, "bf16", "clipping", zero_init=False)
 
 
 def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder: Path) -> Record:
@@ -84,17 +121,34 @@ def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder:
         return train(engine, case, layout, STEPS_TO_SAVE)
 
 
+def resume_in_each_way(case: TensorParallelCase, layout: SharedModel, folder: Path) -> None:
+    stock = resumed(case, layout, None, folder / "stock")
+    assert len(stock.tensors) >= 30
+    for saved_by, block in WAYS:
+        assert_same_bits(stock, resumed(case, layout, block, folder / saved_by))
+
+
 @pytest.mark.P1
 @pytest.mark.P4
 @pytest.mark.parametrize("name", ["mpu", thorough("AutoTP")])
-@ranks(2)
 def test_checkpoints_beside_tensor_parallelism_are_those_of_stock(name: str, tmp_path: Path) -> None:
-    case, layout = TensorParallelCase(name, "bf16", "clipping", zero_init=False), layouts()[name]
+    """Load them with another placement, and universal ones of AutoTP's ranks on one rank."""
+    on_ranks(2, save_and_resume, tmp_path, name)
+    if name == "AutoTP":
+        for saved_by in SAVED_BY:
+            on_ranks(1, convert_to_universal, tmp_path / saved_by, f"global_step{STEPS_TO_SAVE}", group=nullcontext)
+        on_ranks(1, load_on_one_rank, tmp_path)
+
+
+def save_and_resume(folder: Path, name: str) -> None:
+    case, layout = case_of(name), layouts()[name]
     for saved_by, block in SAVED_BY.items():
         with closing_engine_of(case, layout, block) as engine:
             train(engine, case, layout, STEPS_TO_SAVE)
-            engine.save_checkpoint(str(tmp_path / saved_by))
-    stock = resumed(case, layout, None, tmp_path / "stock")
-    assert len(stock.tensors) >= 30
-    for saved_by, block in WAYS:
-        assert_same_bits(stock, resumed(case, layout, block, tmp_path / saved_by))
+            engine.save_checkpoint(str(folder / saved_by))
+    resume_in_each_way(case, layout, folder)
+
+
+def load_on_one_rank(folder: Path) -> None:
+    """Load universal checkpoints of ranks that shared a model on one rank, which has the whole model."""
+    resume_in_each_way(case_of("AutoTP"), one_rank_per_model({"checkpoint": {"load_universal": True}}), folder)
