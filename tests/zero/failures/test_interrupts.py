@@ -13,15 +13,21 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import count, product, takewhile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deep_opt_states
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.uninterrupted import Section
+from deep_opt_states.zero.internals.agreement import StepAgreement
+from deep_opt_states.zero.step.norms import Norms
 from tests.forked_child import alarm_after
 from tests.kernels.intercepted import before_each_update
 from tests.ranks import on_ranks
@@ -65,7 +71,7 @@ class Alarm(Exception):
 
 
 INTERRUPTS: tuple[type[BaseException], ...] = (KeyboardInterrupt, Alarm)
-WAIT = Section.wait_for_end.__name__
+WAITS = (Section.wait_for_end.__name__, "wait_for_all_ranks")
 
 
 class StockTraining:
@@ -139,7 +145,7 @@ class InterruptedTraining:
             # Stock may refuse to save after an interrupt of its own code.
             if frame.filename.startswith((PACKAGE, __file__)) or "/deepspeed/" not in raised_by.filename:
                 raise
-        if frame.name != WAIT:
+        if frame.name not in WAITS:
             self.engine = make_engine(self.case, self._block)
             saved, self.number = self._good
             self.engine.load_checkpoint(str(self.folder / str(saved)))
@@ -161,7 +167,7 @@ class InterruptedTraining:
 def interrupted_frame(error: BaseException) -> traceback.FrameSummary:
     """Return the frame in which the signal came. Without a frame in between, it came between two lines of this file."""
     stack = traceback.extract_tb(error.__traceback__)
-    return ([frame for frame in stack if frame.filename != __file__] or stack)[-1]
+    return ([frame for frame in stack if frame.filename != __file__ or frame.name in WAITS] or stack)[-1]
 
 
 BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
@@ -175,9 +181,9 @@ BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
 """The readers that come between the two steps."""
 
 
-def interrupt_at_random_moments(training: InterruptedTraining, seed: int, number: int) -> None:
+def interrupt_at_random_moments(number: int, training: InterruptedTraining) -> None:
     """Interrupt ``number`` trainings of two steps at random moments."""
-    chance = random.Random(f"{seed} {training.case.name}")
+    chance = random.Random(f"1 {training.case.name}")
     begin_s = time.perf_counter()
     training.train_two_steps("save")
     lasts_s = time.perf_counter() - begin_s
@@ -188,6 +194,27 @@ def interrupt_at_random_moments(training: InterruptedTraining, seed: int, number
     while number:
         alarm = alarm_after(chance.uniform(0.0005, lasts_s), interrupt)
         number -= training.is_interrupted(chance.choice(list(BETWEEN)), alarm)
+
+
+def interrupted_wait(owner: Any, name: str, before: bool, position: int) -> AbstractContextManager[object]:
+    """Return a context in which this rank is interrupted before or after a call that waits for all ranks."""
+    calls, wait = count(), getattr(owner, name)
+
+    def wait_for_all_ranks(*args: Any, **kwargs: Any) -> Any:
+        is_chosen = next(calls) == position
+        result = None if is_chosen and before else wait(*args, **kwargs)
+        if is_chosen:
+            raise INTERRUPTS[position % 2]
+        return result
+
+    return mock.patch.object(owner, name, wait_for_all_ranks)
+
+
+def interrupt_each_wait_for_all_ranks(training: InterruptedTraining) -> None:
+    waits = ((Norms, "per_sub_group"), (StepAgreement, "share"))
+    for (owner, name), before, between in product(waits, (True, False), BETWEEN):
+        interrupts = map(partial(interrupted_wait, owner, name, before), count())
+        assert sum(1 for _ in takewhile(partial(training.is_interrupted, between), interrupts)) >= 2
 
 
 def slow(_: RangeUpdate) -> None:
@@ -201,15 +228,21 @@ def slow(_: RangeUpdate) -> None:
 def test_after_an_interrupt_at_a_random_moment_training_is_saved_and_resumed_as_with_stock(
     number: int, on: str
 ) -> None:
-    on_ranks(1, interrupt_each_block, 1, number, group=GROUPS[on], timeout_s=1800)
+    on_ranks(1, interrupt_each_block, partial(interrupt_at_random_moments, number), group=GROUPS[on], timeout_s=1800)
 
 
-def interrupt_each_block(seed: int, number: int) -> None:
+@pytest.mark.P6
+@pytest.mark.thorough
+def test_all_ranks_can_be_interrupted_in_each_wait_for_each_other() -> None:
+    on_ranks(2, interrupt_each_block, interrupt_each_wait_for_all_ranks, timeout_s=1800)
+
+
+def interrupt_each_block(interrupt: Callable[[InterruptedTraining], None]) -> None:
     for name, block in BLOCKS.items():
-        extra = {**NO_THROUGHPUT_TIMER, "optimizer": OPTIMIZER}
-        case = Case(name=name, blocks=(), clip=CLIP.get(name, 0.5), schedule=False, extra=extra)
+        clip, extra = CLIP.get(name, 0.5), {**NO_THROUGHPUT_TIMER, "optimizer": OPTIMIZER}
+        case = Case(name=name, blocks=(), world_size=dist.get_world_size(), clip=clip, schedule=False, extra=extra)
         with shared_folder() as folder, before_each_update(slow):
             training = InterruptedTraining(case, block, StockTraining(case), folder)
-            interrupt_at_random_moments(training, seed, number)
+            interrupt(training)
             training.engine.destroy()
             training.resuming.destroy()
