@@ -1,4 +1,4 @@
-"""Check the executor on the host device: threads, refusals and failures."""
+"""Check the executor on the host device: threads, memory, refusals and failures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.uninterrupted import Section
 from deep_opt_states.runtime.worker import Worker
+from deep_opt_states.zero.step.staging import Staging
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.check import ScheduleError, check
 from perf_model.schedule.placement import Placement
@@ -103,6 +108,66 @@ def test_a_worker_raises_in_its_constructor_and_runs_tasks_in_the_caller_after_i
     assert worker.submit(threading.current_thread).exception() is None
     with pytest.raises(ZeroDivisionError):
         worker.submit(lambda: 1 // 0).result(timeout=10)
+
+
+# Memory
+
+
+class Allocations(TorchDispatchMode):
+    """A mode that records every torch operation whose result has memory that no argument has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+
+        def storages(tree: Any) -> set[int]:
+            return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+        self.seen += 1
+        if not storages(result) <= storages((args, kwargs)):
+            self.found.append(str(func))
+        return result
+
+    def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def watched_method(*args: Any) -> Any:
+            with self:
+                return method(*args)
+
+        return watched_method
+
+
+def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
+    """Check that no thread reserves memory, a stream or an event in a step, nor when gradients are sent or added."""
+    device, issuing, on_worker, sending = HostDevice(), Allocations(), Allocations(), Allocations()
+    training = MovingTraining(MODEL, MIXED, device)
+    staging = Staging(device, 7, torch.bfloat16)
+    host, gradient = torch.zeros(100, dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16)
+    training.backward(0)
+    refused = dict.fromkeys(("stream", "event", "empty", "empty_host"), mock.Mock(side_effect=AssertionError))
+    with (
+        mock.patch.multiple(device, **refused),
+        mock.patch.object(Issuer, "on_thread", on_worker.watched(Issuer.on_thread)),
+        mock.patch.object(Section, "__call__", issuing.watched(Section.__call__)),
+    ):
+        for step in range(1, 4):
+            run_update(training.executor, [adam_step(step)] * 5)
+        with sending:
+            staging.send(host, 0, gradient[:50])
+            staging.send(host, 50, gradient[50:])
+            staging.flush()
+            staging.wait_for_copies()
+            staging.add_to(gradient, host)
+    assert issuing.found == on_worker.found == sending.found == []
+    assert min(issuing.seen, sending.seen) > 0
+    assert (gradient.tolist(), host.tolist()) == ([2] * 100, [1] * 100)
+    training.end()
+    with issuing:
+        torch.ones(3) + 1
+    assert len(issuing.found) >= 2, "the watch sees an allocation"
 
 
 # Refusals
