@@ -12,25 +12,70 @@ from tests.launch import REPOSITORY
 
 PACKAGES = ("perf_model", "deep_opt_states")
 
-LAYERS = {
-    "perf_model": """
-        units json_input schedule prediction planner plan_request training_run presets cluster cli __main__
-    """,
-    "deep_opt_states": """
-        names device log files sharing waiting config runtime report zero.enabled host zero.internals profiler
-        zero.checkpoint_contents zero.checkpoint_saving zero.checkpoint_check zero.step zero.assigned_states zero.start
-        zero.guarded_states zero.stage3 zero.plugin activation accelerate_hook doctor cli
-    """,
-}
-"""The packages inside both packages. Each imports only those before it, and ``deep_opt_states`` also ``perf_model``."""
+TABLE = """
+model:
+model.units:
+model.json_input:
+model.schedule: model.json_input model.units
+model.prediction: model.json_input model.schedule model.units
+model.planner: model.prediction model.schedule
+model.plan_request: model.planner model.prediction model.schedule model.units
+model.training_run: model.json_input model.plan_request model.prediction model.schedule model.units
+model.presets: model.prediction model.schedule model.training_run model.units
+model.cluster: model.prediction model.presets model.training_run
+model.cli: model.cluster model.json_input model.planner model.prediction model.presets model.schedule
+    model.training_run model.units
+model.__main__: model.cli
+names:
+device:
+log:
+files:
+sharing: files model.json_input
+waiting: log
+config: model.json_input model.prediction model.schedule model.units names
+runtime: device model.prediction model.schedule
+report: files log model.json_input model.prediction model.schedule model.units
+zero.enabled: config log names
+host: config names
+zero.internals: log model.schedule names runtime waiting
+profiler: device files host model.prediction model.schedule waiting
+zero.checkpoint_contents: zero.internals
+zero.checkpoint_saving: model.units zero.internals
+zero.checkpoint_check: zero.checkpoint_contents zero.internals
+zero.step: device log model.plan_request model.prediction model.schedule model.units names runtime waiting
+    zero.internals
+zero.assigned_states: model.schedule runtime zero.checkpoint_contents
+zero.start: config device host log model.plan_request model.planner model.prediction model.schedule model.units
+    names profiler report runtime waiting zero.internals zero.step
+zero.guarded_states: log zero.assigned_states zero.checkpoint_contents zero.checkpoint_saving zero.internals
+    zero.start zero.step
+zero.stage3: config device model.prediction model.schedule report runtime zero.assigned_states
+    zero.guarded_states zero.internals zero.start zero.step
+zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.enabled zero.internals
+    zero.stage3 zero.start zero.step
+activation: config log names zero.enabled zero.plugin zero.start
+accelerate_hook: activation names zero.enabled zero.start
+doctor: activation device host model.prediction model.units names waiting zero.internals
+cli: config doctor files model.cli model.prediction model.training_run names profiler report sharing zero.start
+zero:
+deep_opt_states: activation names
+"""
+"""The packages that each package imports, all of them from rows above it.
 
-ORDER = ["perf_model", *(f"{outer}.{name}" for outer, names in LAYERS.items() for name in names.split())]
+``model`` is ``perf_model``, and the other names are inside ``deep_opt_states``.
+"""
+
+ROWS = {
+    package: {*imported.split()}
+    for package, _, imported in (row.partition(":") for row in TABLE.strip().replace("\n    ", " ").splitlines())
+}
 
 
 def package_of(module: str) -> str:
-    """Return the package of ``module`` in ``LAYERS``: ``deep_opt_states.zero.step`` for ``...zero.step.gradients``."""
+    """Return the package of ``module`` in ``TABLE``: ``zero.step`` for ``deep_opt_states.zero.step.gradients``."""
     parts = module.split(".")
-    return ".".join(parts[:3] if parts[:2] == ["deep_opt_states", "zero"] else parts[:2])
+    package = ".".join(parts[:3] if parts[:2] == ["deep_opt_states", "zero"] else parts[:2])
+    return package.replace("perf_model", "model").removeprefix("deep_opt_states.")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -58,14 +103,14 @@ IMPORTS = {name_of(path): imports_of(path) for package in PACKAGES for path in (
 """All that each module imports."""
 
 
-def test_a_module_imports_only_packages_that_its_package_may_import() -> None:
-    assert {package_of(module) for module in IMPORTS} - {"deep_opt_states", "deep_opt_states.zero"} == {*ORDER}
-    # What users import from the package itself, and from ``zero``, starts everything.
-    places = {package: place for place, package in enumerate([*ORDER, "deep_opt_states.zero", "deep_opt_states"])}
+def test_each_package_imports_the_packages_of_its_row_and_none_of_later_rows() -> None:
+    found: dict[str, set[str]] = {package_of(module): set() for module in IMPORTS}
     for module, names in IMPORTS.items():
-        for name in names:
-            if name.split(".")[0] in PACKAGES:
-                assert places[package_of(name)] <= places[package_of(module)], f"{module} imports {name}"
+        imported = {package_of(name) for name in names if name.split(".")[0] in PACKAGES}
+        found[package_of(module)] |= imported - {package_of(module)}
+    assert found == ROWS
+    order = list(ROWS)
+    assert all(imported <= {*order[:place]} for place, imported in enumerate(ROWS.values()))
 
 
 def test_one_place_imports_deepspeed_triton_torch_or_starts_programs() -> None:

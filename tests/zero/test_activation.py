@@ -1,4 +1,4 @@
-"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock.
+"""Check that the JSON block enables the plugin, and that DeepSpeed without it is stock but for eight wrappers.
 
 The tests start fresh interpreters, since pytest has imported the modules that must not be imported yet. This file is
 also the user's script that they start, which does not mention any plugin: only its JSON config does.
@@ -6,9 +6,11 @@ also the user's script that they start, which does not mention any plugin: only 
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,13 +64,24 @@ def optimizer_or_error(config: str) -> dict[str, Any]:
     return {"optimizer": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}", "modules": sorted(sys.modules)}
 
 
+def wrapped_in_deepspeed() -> Iterator[str]:
+    """Yield the functions that wrappers replace in the modules of DeepSpeed that are loaded, and in their classes."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "deepspeed"]
+    classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
+    for owner in (*modules, *classes):
+        for value in vars(owner).values():
+            if type(value).__name__ == "FunctionWrapper":
+                yield f"{value.__wrapped__.__module__}.{value.__wrapped__.__qualname__}"
+
+
 def report(path: str, trained: str, *configs: str) -> None:
     """Write everything that differs from stock DeepSpeed, with an engine of each config. Then import us, and train."""
     import torch  # noqa: F401
 
     with_torch = sorted(sys.modules)
     engines = [optimizer_or_error(config) for config in configs]
-    Path(path).write_text(json.dumps({"with torch": with_torch, "engines": engines}))
+    found = {"with torch": with_torch, "engines": engines, "wrapped": sorted({*wrapped_in_deepspeed()})}
+    Path(path).write_text(json.dumps(found))
     import deep_opt_states  # noqa: F401
 
     train(trained)
@@ -128,6 +141,11 @@ def test_the_block_enables_the_plugin_and_without_it_deepspeed_loads_none_of_it(
     for engine in with_stock[:2]:
         assert without_wrapt(engine["modules"]) - stocks_modules == ACTIVATION_MODULES | {"deep_opt_states.waiting"}
         assert stocks_modules <= set(engine["modules"])
+    saving = ("save_16bit_model", "save_checkpoint")
+    methods = ("__init__", "_configure_zero_optimizer", "_do_sanity_check", "load_checkpoint", *saving)
+    watched, config = "deepspeed.comm.comm.init_distributed", "runtime.config.DeepSpeedConfig._initialize_params"
+    engines = [f"deepspeed.runtime.engine.DeepSpeedEngine.{method}" for method in methods]
+    assert (hooked["wrapped"], unhooked["wrapped"]) == ([watched, f"deepspeed.{config}", *engines], [])
 
 
 def test_import_torch_survives_a_broken_wrapt_also_if_warnings_are_errors(tmp_path: Path) -> None:
