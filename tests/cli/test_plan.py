@@ -16,6 +16,7 @@ from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.units import significant, size_of
 from tests.cli.planning import job, planned, printed_plan, words_of
+from tests.launch import REPOSITORY
 from tests.model.profiles import RATES, profile
 
 KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "fixed_s", "iteration_s"}
@@ -260,3 +261,13 @@ def test_a_model_whose_states_do_not_fit_is_planned_with_disks(capsys: pytest.Ca
     assert max(fast[0], more_memory[0]) < slow[0]
     assert more_memory[2] < slow[2] == fast[2]
     assert slow[0] < slow[1] > fast[1] > fast[0], "stock reads and writes all states and gradients"
+
+
+def test_the_documented_desktop_has_the_documented_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    page = " ".join((REPOSITORY / "docs" / "planning.md").read_text().split())
+    fp32, bf16 = page.split("The answer is ")[1].split("All of this is predicted")[0].split("With `--states bf16`")
+    for states, sentences in (("fp32", fp32), ("bf16", bf16)):
+        printed = words_of([*DESKTOP[1:], "--nvme", "6.5,5", "--accumulation", "16", "--states", states], capsys)
+        figures = re.findall(r"\d+ (?:s|GB)\b", sentences)
+        assert len(figures) >= 3
+        assert [figure for figure in figures if figure not in printed] == []
