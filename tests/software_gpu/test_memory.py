@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -94,29 +95,56 @@ def test_large_copies_between_host_and_device_are_divided_and_no_others() -> Non
         assert _names_of_work(lambda: ours.copy(in_bf16, host)) == ["copy H2D", "copy"]
 
 
-# Transfers to disk, which no seeded fault shows
+# What the race check knows, and no seeded fault shows
+
+
+def races_of(program: Callable[[], object]) -> list[str]:
+    """Return the races of the program, without those of the tensors that it frees while streams use them."""
+    with changed(racecheck=True), checked_threads():
+        program()
+        device.synchronize()
+        return [race for race in take_races() if "memory that was freed" not in race]
+
+
+@on_device
+def test_waits_of_the_host_order_later_work_and_other_calls_do_not() -> None:
+    waits: tuple[Callable[[torch.Tensor], object], ...] = (
+        lambda tensor: tensor[0].item(),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor.cpu(),
+        lambda tensor: tensor.copy_(torch.zeros(4)),
+        lambda _: device.current_stream().synchronize(),
+        lambda _: device.current_stream().record_event().synchronize(),
+    )
+    others: tuple[Callable[[torch.Tensor], object], ...] = (
+        lambda tensor: tensor.to("cpu", non_blocking=True),
+        lambda tensor: tensor + 1,
+        lambda _: device.current_stream().record_event().query(),
+    )
+
+    def program(call: Callable[[torch.Tensor], object]) -> None:
+        tensor = torch.ones(4, device=DEVICE_TYPE)
+        call(tensor)
+        with device.stream(device.Stream()):
+            tensor.fill_(2)
+
+    found = [len(races_of(partial(program, call))) > 0 for call in (*waits, *others)]
+    assert found == [False] * len(waits) + [True] * len(others)
 
 
 @on_device
 def test_the_race_check_knows_transfers_to_disk() -> None:
-    def races(file: StateFile, transfer: str, *, waits: bool) -> list[str]:
-        with changed(racecheck=True), checked_threads():
-            pinned = torch.zeros(mmap.PAGESIZE // 4).pin_memory()
-            pinned.copy_(torch.ones(mmap.PAGESIZE // 4, device=DEVICE_TYPE), non_blocking=True)
-            if waits:
-                device.synchronize()
-            getattr(file, transfer)(memoryview(pinned.numpy()).cast("B"), 0)
+    def program(transfer: Callable[..., None], *, waits: bool) -> None:
+        pinned = torch.zeros(mmap.PAGESIZE // 4).pin_memory()
+        pinned.copy_(torch.ones(mmap.PAGESIZE // 4, device=DEVICE_TYPE), non_blocking=True)
+        if waits:
             device.synchronize()
-            # The temporary tensor is freed while the stream reads it.
-            return [race for race in take_races() if "memory that was freed" not in race]
+        transfer(memoryview(pinned.numpy()).cast("B"), 0)
 
     with tempfile.TemporaryDirectory() as folder:
         file = StateFile(Path(folder), mmap.PAGESIZE)
         file.reserve(0, mmap.PAGESIZE)
-        for transfer, access in (
-            ("write", "read on thread MainThread by a write"),
-            ("read", "write on thread MainThread"),
-        ):
-            assert races(file, transfer, waits=True) == []
-            (race,) = races(file, transfer, waits=False)
+        for name, access in (("write", "read on thread MainThread by a write"), ("read", "write on thread MainThread")):
+            assert races_of(lambda name=name: program(getattr(file, name), waits=True)) == []
+            (race,) = races_of(lambda name=name: program(getattr(file, name), waits=False))
             assert access in race
