@@ -31,7 +31,6 @@ BUFFERS_BEFORE = pytest.StashKey[set[Path]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests/gpu without a GPU, and move the slowest tests to the front, in the order of ``SLOWEST_FIRST``."""
     if not torch.cuda.is_available():
         for item in items:
             if GPU_FOLDER in item.path.parents:
@@ -65,11 +64,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def other_defaults() -> Iterator[None]:
-    """Run the test with another default dtype and default device, as scripts may set them.
-
-    Tensors on the device "meta" hold no data: a tensor that was allocated there by mistake makes the test fail, or
-    crashes stock's op.
-    """
+    """Run the test with another default dtype and default device, as scripts may set them."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):

@@ -76,7 +76,6 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def communicate(self) -> tuple[str, None]:
-        """Wait for the end of the process, and return everything that it and its children wrote."""
         with self._output, self._status:
             output = self._output.read()
             self.returncode = self._read_status()
@@ -109,7 +108,6 @@ def freeze_imported() -> None:
 
 
 def _become(request: dict[str, Any], output: int) -> None:
-    """Make this process, which was just forked, the requested one."""
     import numpy
     import torch
 
@@ -164,7 +162,6 @@ def _report(status: int, number: int) -> None:
 
 
 def main() -> None:
-    """Serve the requests that come through the socket whose file descriptor is the only argument."""
     import_all()
     freeze_imported()
     module = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -45,7 +45,6 @@ class Finished:
     output: str
 
     def answers(self) -> list[Any]:
-        """Return the values that the program passed to ``answer``, in order."""
         lines = [line for line in self.output.splitlines() if line.startswith(_ANSWER)]
         return [json.loads(line.removeprefix(_ANSWER)) for line in lines]
 
@@ -164,10 +163,7 @@ def _wait_for(processes: list[Process], port: int, timeout_s: float) -> list[Fin
 
 
 def kill_with_descendants(process: Process) -> None:
-    """Kill the process, which leads a session, with this session and its descendants in other sessions.
-
-    A launcher that is killed alone leaves its ranks behind, and torchrun starts each rank in a session of its own.
-    """
+    """Kill the process, which leads a session, with this session and its descendants in other sessions."""
     with suppress(psutil.NoSuchProcess):
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -177,7 +173,6 @@ def kill_with_descendants(process: Process) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -185,16 +180,12 @@ def is_running(pid: int) -> bool:
 
 
 def remove_shared_memory(port: int) -> None:
-    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory when a process ends.
-
-    DeepSpeed allocates them in ``csrc/cpu/comm/shm.cpp``.
-    """
+    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory when a process ends."""
     for path in shared_buffers(f"*_{port}_*"):
         path.unlink(missing_ok=True)
 
 
 def shared_buffers(pattern: str = "*") -> set[Path]:
-    """Return the files of DeepSpeed's buffers in shared memory."""
     return set(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{pattern}"))
 
 

@@ -28,14 +28,10 @@ Group = Callable[[], AbstractContextManager[object]]
 """Returns the context in which a rank runs the body."""
 
 OUTPUT_CHARACTERS = 5000
-"""The length of the end of a rank's output that the message of a failed test contains."""
 
 
 def ranks(*world_sizes: Any, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that runs the body of a test on ranks; with several ``world_sizes``, one test for each.
-
-    A world size may be ``thorough``. The ``options`` are those of ``on_ranks``.
-    """
+    """Return a decorator that runs the body of a test on ranks; with several ``world_sizes``, one test for each."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -54,10 +50,7 @@ def ranks(*world_sizes: Any, **options: Any) -> Callable[[Callable[..., None]], 
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-    """Call ``function`` on each rank, and return the results; fail the test with the outputs of ranks that fail.
-
-    ``function`` is one of a module, or its ``partial``. The ``options`` are those of ``ended_ranks``.
-    """
+    """Call ``function`` on each rank, and return the results; fail the test with the outputs of ranks that fail."""
     finished, values = ended_ranks(world_size, function, *arguments, **options)
     failed = [
         f"rank {rank} of {world_size} ended with {process.returncode}:\n{process.output[-OUTPUT_CHARACTERS:]}"
@@ -79,10 +72,7 @@ def ended_ranks(
     group: Group = process_group,
     **environment: str,
 ) -> tuple[list[Finished], list[Any]]:
-    """Call ``function`` on each rank, and return how the ranks ended, and the results of those that did not fail.
-
-    ``fresh`` ranks are not forked: each one is a new interpreter. ``environment`` are variables of the ranks.
-    """
+    """Call ``function`` on each rank, and return how the ranks ended, and the results of those that did not fail."""
     call = functools.partial(function, *arguments)
     # A body has the name of its test.
     request = (call.func.__module__, call.func.__qualname__, call.args, call.keywords, group)
@@ -126,7 +116,6 @@ def explain_assertions() -> None:
 
 
 def main(folder: Path) -> None:
-    """Make the call that ``on_ranks`` has written to ``folder``, and write its result."""
     explain_assertions()
     module, name, arguments, keywords, group = pickle.loads((folder / "call").read_bytes())
     function = getattr(importlib.import_module(module), name)

@@ -38,7 +38,6 @@ def schedules(seed: int) -> str | None:
 
 
 def engine(seed: int) -> str | None:
-    """Run random cases under the race check of the GPU in software. Return the failures, or None."""
     cases = [str(seed * CASES_PER_ROUND + number) for number in range(CASES_PER_ROUND)]
     finished = run_ranks(1 + seed % 3, ["-m", "tests.software_gpu.races.race_ranks", *cases], TIMEOUT_S)
     answers = finished[0].answers()
@@ -57,21 +56,16 @@ def races_of(answer: dict[str, Any]) -> str:
 
 
 def delays(seed: int) -> str | None:
-    """Train with ranks and workers that sleep at random. Return the failure, or None."""
     return failure_of(2 + seed % 3, train_with_delays, [seed])
 
 
 def sequences(seed: int) -> str | None:
-    """Compare calls in random order between updates with stock. Return the failure, or None.
-
-    Two of three rounds run on the GPU in software, whose streams are as late as possible, or late at random.
-    """
+    """Compare calls in random order between updates with stock. Return the failure, or None."""
     group = (process_group, partial(software_gpu, "lazy"), partial(software_gpu, "jitter"))[seed % 3]
     return failure_of(1 + seed // 3 % 2, compare_calls, [seed], group=group)
 
 
 def failure_of(world_size: int, function: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
-    """Call the function on each rank, and return the failure, or None."""
     try:
         on_ranks(world_size, function, *arguments, timeout_s=TIMEOUT_S, **options)
     except pytest.fail.Exception as failure:
@@ -80,7 +74,6 @@ def failure_of(world_size: int, function: Callable[..., object], *arguments: Any
 
 
 SEARCHES = (schedules, engine, delays, sequences)
-"""The searches of a round."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -35,7 +35,6 @@ def _everything_is_restored() -> Iterator[None]:
 
 @contextmanager
 def parked(first: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """Start a thread that calls ``first`` and then waits, and yield its thread id."""
     ready, end = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -77,7 +76,6 @@ def test_running_threads_are_moved_and_restored_and_later_threads_and_programs_i
 
 
 def has_cpus(cpus: frozenset[int]) -> int:
-    """Return 0 in a process that may use exactly these CPUs."""
     return 0 if (frozenset(os.sched_getaffinity(0)), allowed_cpus()) == (cpus, cpus) else 1
 
 

@@ -35,13 +35,11 @@ def read(page: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of ``page``."""
     headings = re.findall(r"^#+ (.*)$", CODE.sub(lambda match: match[0].strip("`"), page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(page: Path) -> list[str]:
-    """Return the links of ``page`` to files or headings that do not exist."""
     dead = []
     for file, anchor in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
         target = page.parent / file if file else page

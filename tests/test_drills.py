@@ -71,10 +71,7 @@ def read_nothing_of_the_kernel() -> None:
 
 
 def train_at_home(folder: Path | None = None) -> str:
-    """Train as a user whose home is ``folder``, or who has no home, as in many containers, and return the output.
-
-    No profile is measured, which takes long.
-    """
+    """Train as a user whose home is ``folder``, or who has no home, as in many containers, and return the output."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         os.environ.pop(name, None)
     if folder is not None:
@@ -91,7 +88,6 @@ def train_at_home(folder: Path | None = None) -> str:
 
 
 def share_a_home(folder: Path) -> str:
-    """Train with the home of a user who alone may read and write the cache of profiles."""
     with mock.patch.object(cache, "fingerprint", return_value="shared"):
         cached = folder / ".cache/deep_opt_states/shared.json"
         cached.parent.mkdir(parents=True)
@@ -136,10 +132,7 @@ def exhaust_memory() -> None:
 
 
 def fill_the_disk(disk: Path) -> str:
-    """Save on a full disk, and again on one with space. Resume with stock from what was saved then.
-
-    Return the error of the full disk.
-    """
+    """Save on a full disk, and again on one with space. Resume with stock from what was saved then."""
     saved, filler = disk / "saved", disk / f"filler {dist.get_rank()}"
     with closing_engine(case_of(2), STRIDE_2) as engine:
         train(engine, 0, 1)
@@ -169,10 +162,7 @@ def fill_the_disk(disk: Path) -> str:
 
 @contextmanager
 def mounted(folder: Path, megabytes: int, shared: Path) -> Iterator[None]:
-    """Run the block in a process group of ranks that alone see an empty file system at ``folder``.
-
-    Rank 0 mounts it, and the others join its namespace. A file in ``shared`` names the process of rank 0.
-    """
+    """Run the block in a process group of ranks that alone see an empty file system at ``folder``."""
     libc, new_namespace, private_recursively = ctypes.CDLL(None), 0x20000, 0x44000
     leader = shared / "leader"
     if os.environ["RANK"] == "0":
@@ -270,7 +260,6 @@ MEASURING = {
 
 
 def run_interrupted(output: Path, module: str, arguments: list[str], calls: int) -> int:
-    """Run the program ``module`` with SIGINT after ``calls`` calls of functions, and return its exit code."""
     written = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(written, 1)
     os.dup2(written, 2)

@@ -68,8 +68,6 @@ def test_rank_0_logs_everything_and_other_ranks_only_what_concerns_them(
 
 
 class DropsInfo(logging.Logger):
-    """A framework's class of loggers, such as axolotl's, which drops the information of others."""
-
     def isEnabledFor(self, level: int) -> bool:
         return level > logging.INFO
 

@@ -66,12 +66,10 @@ def test_actions_are_summed_by_kind_and_medians_are_compared() -> None:
 
 
 PLANNED = ReportedPlan(numel=40, gpu_share=0.5, numels=[10, 10, 8, 10], widths=Widths(param=2, grad=2))
-"""The work of four units."""
 
 
 @pytest.fixture(autouse=True)
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list to which each line of the log is appended."""
     lines: list[str] = []
     for function in (log.info, log.warn, log.warn_this_rank):
         monkeypatch.setattr(log, function.__name__, lines.append)
@@ -153,7 +151,6 @@ def test_the_summary_leaves_out_the_first_updates_and_is_logged_once(lines: list
 
 
 def recorded(cost_s: float, stock_s: float | None, on_cpu: bool = False, accelerator: str = "cuda") -> RecordedRun:
-    """Return a run of three iterations of 10 s, whose updates have the given cost."""
     plan = replace(PLAN, placements=(Placement.CPU,) * 4) if on_cpu else PLAN
     memory_bytes = {"pinned": 1}
     return RecordedRun(

@@ -11,8 +11,6 @@ VOCABULARY, WIDTH, INNER = 96, 32, 56
 
 
 class LossOfCausalModel(torch.nn.Module):
-    """A causal language model of Hugging Face that maps tokens of shape [batch, sequence] to its loss alone."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -17,7 +17,6 @@ LLAMA = {
     **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
 }
-"""The config of Llama 3 8B."""
 
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
 """Options of ``sweep`` without the pairs."""
@@ -26,7 +25,6 @@ PLANNING_COMMANDS = ("plan", "sweep", "cluster")
 
 
 def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_size: int = 4, **more: Any) -> list[str]:
-    """Return the options of a training run."""
     options = {"profile": profile, "model": model, "world_size": world_size, "ranks_per_node": 4, "micro_batch": 1}
     options |= {"sequence": 2048, **more}
     return [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
@@ -41,12 +39,10 @@ def printed_plan(*arguments: str) -> str:
 
 
 def planned(arguments: list[str]) -> dict[str, Any]:
-    """Return the output of ``plan --json`` for these options."""
     found: dict[str, Any] = json.loads(printed_plan(*arguments))
     return found
 
 
 def words_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what ``plan`` prints, in one line."""
     assert main(["plan", *arguments]) == 0
     return " ".join(capsys.readouterr().out.split())

@@ -23,7 +23,6 @@ CLUSTER = ["cluster", *job()[:4], *CLUSTER_SIZES, *ONE_LAYOUT]
 
 
 def run_command(arguments: list[str]) -> tuple[int, str]:
-    """Return the exit code and the errors of a planning command."""
     error = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
         try:

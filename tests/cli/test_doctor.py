@@ -115,7 +115,6 @@ def test_the_limits_of_a_cgroup_version_2_include_those_of_its_parents(tmp_path:
 
 
 def run_doctor(*arguments: str, **changes: str) -> Finished:
-    """Run the installed command on this machine."""
     command = [str(Path(sys.executable).with_name("deep-opt-states")), "doctor", *arguments]
     env = environment(COLUMNS="300", **changes)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -123,7 +122,6 @@ def run_doctor(*arguments: str, **changes: str) -> Finished:
 
 
 def rows(page: Finished) -> dict[str, str]:
-    """Return the status of each topic."""
     topics = ("deepspeed", "activation hook", "accelerator", "cpu_adam", "C++ Adam kernel", "locks of builds")
     lines = [line.split(maxsplit=1) for line in page.output.splitlines() if line.startswith(("OK", "WARN", "FAIL "))]
     return {topic: status for status, row in lines for topic in topics if row.startswith(topic + " ")}

@@ -139,7 +139,6 @@ def digest(script: str) -> str:
 
 
 def seen(page: Path) -> dict[str, Any]:
-    """Return what a reader sees in a narrow dark window."""
     assert BROWSER is not None
     text = page.read_text().replace("script-src ", f"script-src {digest(PROBE)} ", 1)
     probed = page.with_name("probed.html")

@@ -60,17 +60,14 @@ def rows_of(name: str) -> list[ThroughputRow]:
 TABLE_1, TABLE_2 = rows_of("megatron_table1.csv"), rows_of("megatron_table2.csv")
 ZERO_3, PTD = ([row for row in TABLE_2 if row.scheme == scheme] for scheme in ("zero3", "ptd"))
 PROFILE = MACHINES[SELENE].profile(8)
-"""The machine of the paper as users name it."""
 
 
 def job_of(row: ThroughputRow, micro_batch: int = 1, tensor_parallel: int = 1) -> Job:
-    """Return the model of ``row`` on its GPUs."""
     shape = gpt("GPT", row.layers, row.hidden, row.heads, VOCAB, SEQUENCE)
     return on_nodes(shape, row.gpus, 8, micro_batch=micro_batch, tensor_parallel=tensor_parallel)
 
 
 def rates_of(job: Job) -> PhaseRates:
-    """Return the rates of Megatron-LM on the preset."""
     rates = megatron_rates(PROFILE, job)
     assert rates is not None
     return rates
@@ -108,11 +105,7 @@ def test_the_preset_gives_megatron_of_both_tables_within_10_percent(row: Through
 def test_the_preset_gives_zero3_of_table_2_and_how_far_a_pipeline_is_ahead(
     row: ThroughputRow, ptd: ThroughputRow
 ) -> None:
-    """Check the table that the network of the preset is fitted to. The rate of products is of table 1.
-
-    A pipeline is ahead by 6 % and 24 % with the fewest GPUs, and with four times as many it is 3.2 times as fast
-    (section 5.2).
-    """
+    """Check the table that the network of the preset is fitted to. The rate of products is of table 1."""
     zero_3 = of_zero_3(row)
     assert zero_3 == pytest.approx(row.tflops, rel=0.2)
     assert ptd.numel_billions == row.numel_billions

@@ -50,11 +50,9 @@ class Release(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Return the folder that has the release if it is installed."""
         return FOLDER / f"{self.package}-{self.version}"
 
     def install(self) -> None:
-        """Install the release from PyPI if it is not there."""
         if self.folder.exists():
             return
         hidden = FOLDER / "without torch"
@@ -73,10 +71,7 @@ class Release(NamedTuple):
 
 
 def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
-    """Return the versions that the ranks had, and the result of each case, by name, joined from all ranks.
-
-    ``missing_names`` are the names of DeepSpeed that the plugin uses and the release lacks.
-    """
+    """Return the versions that the ranks had, and the result of each case, by name, joined from all ranks."""
     release.install()
     variables = {
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(release.folder)]),

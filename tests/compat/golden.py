@@ -33,7 +33,6 @@ GOLDEN = (
     "2 ranks, gradients summed in fp32",
     "2 ranks, ZeRO++ hpZ",
 )
-"""The names of the cases, which ``tests/zero/parity/cases.py`` defines."""
 
 QUICK = ("residents, clipping, reload in process", "fp16, overflow, clipping", "groups with two betas")
 """The golden cases, all at one rank, that CI (``make test-oldest``) tries on the oldest release."""
@@ -57,5 +56,4 @@ def refused(since: str) -> list[str]:
 
 
 def world_size(name: str) -> int:
-    """Return the number of ranks of a golden case."""
     return int(name[0]) if name[1:].startswith(" ranks") else 1

@@ -33,7 +33,6 @@ from tests.zero.process_group import process_group
 
 
 def differences(case: Case) -> list[str]:
-    """Return one line for each number or tensor of the case that is not stock's."""
     return [f"{block}: {line}" for block, lines in same_as_stock(case)["differences"].items() for line in lines]
 
 
@@ -63,7 +62,6 @@ def compare(name: str) -> list[str]:
 
 
 def main(path: str, *names: str) -> None:
-    """Write the versions, the names that are missing, and the result of each case, by name."""
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True
     cases: dict[str, list[str]] = {}

@@ -54,7 +54,6 @@ def run(folder: Path, program: str, *arguments: str | Path) -> str:
 
 
 def pip(folder: Path, *arguments: str | Path) -> None:
-    """Run pip, which shows errors only."""
     run(folder, "python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments)
 
 

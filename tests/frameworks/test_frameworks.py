@@ -58,7 +58,6 @@ def write_config(folder: Path, block: bool = True, bf16_states: bool = False) ->
 
 
 def check_checkpoints(found: Path, expected: Path, moments: torch.dtype = torch.float32) -> None:
-    """Check that both folders have the same tensors, among them states of Adam."""
     stock = saved(expected)
     assert {tensor.dtype for key, tensor in stock.items() if "exp_avg_sq" in key} == {moments}
     assert differences(stock, saved(found)) == []
@@ -116,7 +115,6 @@ COMMANDS = {
     "torchrun on two nodes": f"{TORCHRUN} --master-port {{port}} --node-rank {{node}} examples/train.py --layers 2"
     " --width 192 --deepspeed_config {config} {output}",
 }
-"""The commands with which users start a training script with their framework."""
 
 
 @pytest.mark.P3

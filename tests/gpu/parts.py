@@ -19,7 +19,6 @@ REPORT_S = 4.0
 """The time that pytest needs to write a failure, and the process group to end."""
 
 ALONE_S = 120.0
-"""The limit for a test that is run without ``run_parts.py``."""
 
 
 def seconds_left() -> float:
@@ -99,10 +98,7 @@ def measure_parts() -> list[Part]:
 
 
 def chosen_parts(listed: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the listed parts with these names, or all if there are no names.
-
-    Raise ``SystemExit`` for a name that is not listed.
-    """
+    """Return the listed parts with these names, or all if there are no names."""
     known = [part.name for part in listed]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"No part has the name {unknown[0]!r}. The parts are: {', '.join(known)}.")

@@ -28,7 +28,6 @@ from tests.gpu.parts import PART_ENDS, Part, chosen_parts, measure_parts, parts,
 from tests.launch import REPOSITORY
 
 GPU_LIMIT_S = 25
-"""The limit for PyTorch to report whether there is a GPU."""
 
 THREADS_BESIDE = 2
 """The number of threads of PyTorch in each of the parts that run at the same time."""
@@ -57,7 +56,6 @@ class Outcome:
 
 
 def no_gpu() -> str:
-    """Return the reason why this Python cannot use a GPU, or an empty string if it can."""
     code = "import torch; print('GPU' if torch.cuda.is_available() else 'none')"
     options = {"cwd": REPOSITORY, "env": _environment(), "capture_output": True, "text": True, "timeout": GPU_LIMIT_S}
     try:
@@ -188,10 +186,7 @@ def remove_compiler_locks(extensions: Path) -> None:
 
 
 def kill_all(variable: str) -> None:
-    """Kill every process that was started with this ``NAME=value`` in its environment.
-
-    Ranks have sessions of their own, and would continue to use the GPU if only the test that started them were killed.
-    """
+    """Kill every process that was started with this ``NAME=value`` in its environment."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # has ended, or is another user's
             if variable.encode() in environ.read_bytes().split(b"\0"):

@@ -104,23 +104,19 @@ stock_of_placements = once(partial(run_variant, PLACEMENTS, None))
 
 
 def placement(block: dict[str, Any]) -> dict[str, Any]:
-    """Train ``PLACEMENTS`` with the block, and compare with stock."""
     return result(stock_of_placements(), {str(block): run_variant(PLACEMENTS, block)})
 
 
 @once
 def long_run(number: int | None) -> Any:
-    """Train with the block of this number, or with stock."""
     return run_variant(LONG, None if number is None else LONG.blocks[number])
 
 
 def long_against_stock(number: int) -> dict[str, Any]:
-    """Compare the long run with the block of this number with stock's."""
     return result(long_run(None), {str(LONG.blocks[number]): long_run(number)})
 
 
 def long_again() -> dict[str, Any]:
-    """Repeat the long run with the first block, and compare both runs."""
     again = run_variant(LONG, LONG.blocks[0])
     return {"numbers": again.numbers, "differences": {"again": differences(long_run(0), again)}}
 
@@ -224,7 +220,6 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
 
 
 def results_of(group: str) -> dict[str, Any]:
-    """Return the result of each case of the group, or its traceback."""
     found: dict[str, Any] = {}
     for name, work in GROUPS[group].items():
         try:
@@ -236,14 +231,12 @@ def results_of(group: str) -> dict[str, Any]:
 
 @contextmanager
 def on_own_gpu() -> Iterator[None]:
-    """Run a rank in a process group, on the GPU of its number."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with process_group():
         yield
 
 
 def on_gpus(world_size: int, function: Callable[..., Any], *arguments: Any, **changes: str) -> list[Any]:
-    """Call the function on ranks with GPUs, and return the results."""
     # A forked process could not use CUDA if the process that it is forked from has initialized it.
     options: dict[str, Any] = {"timeout_s": seconds_left(), "fresh": True, "group": on_own_gpu, **CUDA, **changes}
     return on_ranks(world_size, function, *arguments, **options)
@@ -251,12 +244,10 @@ def on_gpus(world_size: int, function: Callable[..., Any], *arguments: Any, **ch
 
 @once
 def results_on_gpu(group: str) -> dict[str, Any]:
-    """Return the results of a group, which runs once."""
     return dict(on_gpus(1, results_of, group)[0])
 
 
 def result_of(group: str, name: str) -> Any:
-    """Return the result of a case, or fail the calling test with its traceback."""
     found = results_on_gpu(group)[name]
     if isinstance(found, str):
         pytest.fail(f"{name}:\n{found}", pytrace=False)

@@ -157,7 +157,6 @@ STATES_BYTES = 64 * 2**20
 
 @pytest.fixture
 def low_limit() -> Iterator[None]:
-    """Lower the soft memlock limit, which may be raised again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (LIMIT_BYTES, hard))
     try:
@@ -167,7 +166,6 @@ def low_limit() -> Iterator[None]:
 
 
 def is_refused(device: CudaDevice) -> bool:
-    """Return whether the driver refuses to page-lock the states."""
     states = device.host_slab(STATES_BYTES)
     try:
         states.lock()

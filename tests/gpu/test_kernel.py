@@ -58,7 +58,6 @@ def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch
 
 
 def update_both(gpu_tensors: AdamTensors, cpu_tensors: AdamTensors) -> None:
-    """Update the tensors by one step, each with its kernel."""
     cpu = FusedAdam(machine_arithmetic(), BETAS, adamw=True, num_threads=1)
     for kernel, tensors in ((triton_adam(), gpu_tensors), (cpu, cpu_tensors)):
         kernel.begin_step([STEP])

@@ -24,17 +24,14 @@ from tests.runtime.random_states import same
 
 
 def on_gpu(tensors: AdamTensors) -> AdamTensors:
-    """Return copies of the tensors on the GPU."""
     return tensors.map(lambda tensor: tensor.to("cuda", copy=True))
 
 
 def on_cpu(tensors: AdamTensors) -> AdamTensors:
-    """Return the tensors in host memory."""
     return tensors.map(torch.Tensor.cpu)
 
 
 def triton_adam(*, adamw: bool = True, arithmetic: Arithmetic | None = None) -> TritonAdam:
-    """Return the GPU kernel with this machine's arithmetic, or with another."""
     return TritonAdam(
         arithmetic or machine_arithmetic(), BETAS, adamw=adamw, device=torch.device("cuda", torch.cuda.current_device())
     )
@@ -66,7 +63,6 @@ class TrainingOnGpu(MovingTraining):
 
 
 def is_right(model: Model, iterations: Sequence[MovingIteration]) -> bool:
-    """Return whether training on the GPU has the bits of updates of one sub-group after another on the CPU."""
     found = TrainingOnGpu(model, iterations[0].plan).train(iterations)
     return same(found, train_serially(model, iterations))
 

@@ -37,7 +37,6 @@ def machine_arithmetic(dtypes: StateDtypes = FP32_STATES) -> Arithmetic:
 
 
 def steps_of(count: int, **changes: object) -> list[AdamStep]:
-    """Return ``count`` steps with different learning rates and gradient scales."""
     plain = replace(STEP, **changes)
     return [
         replace(plain, step=1 + index, lr=plain.lr / (1 + index), grad_scale=0.37 + index) for index in range(count)
@@ -58,7 +57,6 @@ def fused(
     instruction_set: InstructionSet | None = None,
     dtypes: StateDtypes = FP32_STATES,
 ) -> FusedAdam:
-    """Return the C++ kernel with this machine's arithmetic."""
     options = {"adamw": adamw, "num_threads": num_threads, "cores": cores, "instruction_set": instruction_set}
     return FusedAdam(machine_arithmetic(dtypes), BETAS, **options)
 
@@ -89,10 +87,7 @@ class Stock:
 def random_tensors(
     numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, seed: int
 ) -> tuple[AdamTensors, Callable[[], torch.Tensor]]:
-    """Return a sub-group, and a function that returns its next gradient.
-
-    Both have numbers of every kind, over the whole range of fp32.
-    """
+    """Return a sub-group, and a function that returns its next gradient."""
     generator = torch.Generator().manual_seed(seed)
 
     def wild(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -115,7 +110,6 @@ def random_tensors(
 
 
 def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return ``tensor`` with a tenth of its elements replaced by infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=tensor.dtype)
     chosen = kinds[torch.randint(3, tensor.shape, generator=generator)]
@@ -123,21 +117,16 @@ def with_infinities(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def in_dtypes(tensors: AdamTensors, dtypes: StateDtypes) -> AdamTensors:
-    """Return copies of the tensors, with the states in ``dtypes``."""
     copies = copied(tensors)
     return replace(copies, **{name: getattr(copies, name).to(dtype) for name, dtype in dtypes.by_name.items()})
 
 
 def copied(tensors: AdamTensors) -> AdamTensors:
-    """Return copies of all tensors."""
     return tensors.map(torch.Tensor.clone)
 
 
 def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
-    """Return the names of tensors that differ in a bit, or in the places of NaN.
-
-    The bits of a NaN are not compared, since IEEE 754 leaves them open.
-    """
+    """Return the names of tensors that differ in a bit, or in the places of NaN."""
     differ = []
     for name, theirs in vars(expected).items():
         if name == "grad" or theirs is None:

@@ -76,7 +76,6 @@ def train_both(
     adamw: bool = True,
     dtypes: StateDtypes = FP32_STATES,
 ) -> list[str]:
-    """Return the differences after the first step that has any."""
     start, gradient = random_tensors(numel, grad_dtype, param_dtype, seed=0)
     ours = in_dtypes(start, dtypes)
     theirs = copied(ours)
@@ -120,7 +119,6 @@ def clipped_in_turn(count: int) -> Iterator[AdamStep]:
 
 
 def memory_like(tensors: AdamTensors, offset: int) -> UpdatedStates:
-    """Return memory for new states that begins ``offset`` elements after that of a tensor."""
     numel = len(tensors.grad)
     whole = (torch.zeros(numel + 16, dtype=getattr(tensors, name).dtype) for name in STATES)
     return UpdatedStates(*(tensor[offset:][:numel] for tensor in whole))
@@ -213,7 +211,6 @@ def test_assumed_steps_change_no_bit_of_the_steps_that_follow(pow_when_repeated:
 
 
 def every_value(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return all 65,536 values in a random order."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).short()
     return bits[torch.randperm(2**16, generator=generator)].view(dtype)
 
@@ -224,7 +221,6 @@ def every_value(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
 def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
     instruction_set: InstructionSet, dtypes: StateDtypes
 ) -> None:
-    """Check gradients and bf16 states with every value."""
     generator = torch.Generator().manual_seed(1)
     for (number, step), adamw in product(enumerate(clipped_in_turn(4)), (True, False)):
         kernel = fused(adamw=adamw, instruction_set=instruction_set, dtypes=dtypes)
@@ -336,7 +332,6 @@ def test_tensors_that_do_not_fit_are_refused_by_the_fused_kernel(dtypes: StateDt
 
 
 def affinities() -> dict[int, set[int]]:
-    """Return the affinity of each thread of this process."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # the thread has ended meanwhile
@@ -347,10 +342,7 @@ def affinities() -> dict[int, set[int]]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize(("numel", "woken"), [(4096, 0), (100_000, 1)])
 def test_each_thread_stays_on_the_core_that_it_is_given_and_small_ranges_wake_none(numel: int, woken: int) -> None:
-    """Check that the calling thread, which is the worker in training, and OpenMP's threads are moved, and no others.
-
-    OpenMP keeps the threads that it has started for each calling thread.
-    """
+    """Check that the calling thread, which is the worker in training, and OpenMP's threads are moved, and no others."""
     first, second, *_ = sorted(os.sched_getaffinity(0), reverse=True)
     kernel = fused(num_threads=2, cores=(first, second))
     tensors, _ = random_tensors(numel, torch.bfloat16, torch.bfloat16, seed=0)

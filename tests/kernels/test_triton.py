@@ -42,8 +42,6 @@ CONVERSIONS = {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.f16x2.f32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """The PTX and the machine code of a compiled kernel."""
-
     ptx: str
     cubin: bytes
 
@@ -160,10 +158,7 @@ SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOME
 
 
 def launched() -> Iterator[Any]:
-    """Yield the dtypes of gradient, parameters and states, each with one of the capabilities and tails in turn.
-
-    ``make test`` compiles some, in which each dtype of each tensor, capability and tail is at least once.
-    """
+    """Yield the dtypes of gradient, parameters and states, each with one of the capabilities and tails in turn."""
     bf16 = product((torch.float32, torch.bfloat16), (torch.bfloat16, None), (BF16_MASTERS, BF16_STATES))
     dtypes = (*((grad, param, FP32_STATES) for grad, param in product(GRADS, PARAMS)), *bf16)
     for number, (cell, each) in enumerate(zip(cycle(product(CAPABILITIES, Tail)), dtypes, strict=False)):

@@ -51,7 +51,6 @@ costs = st.builds(
 def plan_of(
     *placements: Placement, num_slots: int = 1, numel: int = 10**9, eager: frozenset[int] = frozenset()
 ) -> UpdatePlan:
-    """Return a plan of units that all have ``numel`` parameters."""
     workload = Workload.from_numels([numel] * len(placements))
     return UpdatePlan(workload=workload, placements=placements, num_slots=num_slots, eager=eager)
 

@@ -32,7 +32,6 @@ def job(shape: ModelShape, world_size: int = 1, ranks_per_node: int | None = Non
 
 
 def profile(rates: Mapping[str, float | None] = RATES) -> HardwareProfile:
-    """Return a profile with these rates; a rate of None is waived."""
     return HardwareProfile(
         name="test",
         provenance=Provenance(source="made up for a test", ranks=1),

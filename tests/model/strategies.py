@@ -33,10 +33,7 @@ def workloads(draw: st.DrawFn, max_numel: int) -> Workload:
 def plans(
     draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False, may_be_on_disk: bool = False
 ) -> UpdatePlan:
-    """Draw a plan with any placements, any number of slots up to 6, any order, and any eager units if there may be.
-
-    If units may be on disk, any that the CPU updates are, except eager ones.
-    """
+    """Draw a plan with any placements, any number of slots up to 6, any order, and any eager units if there may be."""
     workload = draw(workloads(max_numel))
     count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))
@@ -56,10 +53,7 @@ def plans(
 def schedules(
     draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False, may_be_on_disk: bool = False
 ) -> tuple[Schedule, Workload]:
-    """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs.
-
-    Units are published in the order in which the CPU updates them, because the executor publishes them so.
-    """
+    """Draw any issue order and any use of the slots that the dependencies permit, with the waits that it needs."""
     plan = draw(plans(max_numel, may_be_eager=may_be_eager, may_be_on_disk=may_be_on_disk))
     units = plan.workload.units
     chains = {

@@ -25,7 +25,6 @@ SIZES = (
 
 
 def config(family: str, *sizes: int, **more: Any) -> dict[str, Any]:
-    """Return the config of a model of ``family`` with these ``SIZES``."""
     return {"model_type": family, **dict(zip(SIZES, sizes, strict=True)), **more}
 
 
@@ -50,7 +49,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def small(values: dict[str, Any], layers: int = 3) -> dict[str, Any]:
-    """Return the config of a model of the same family with a few layers and small widths."""
     kv_heads = 6 if values["model_type"].startswith("deepseek") else 2
     numbers = {
         **{"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": layers, "num_attention_heads": 6},

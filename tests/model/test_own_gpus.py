@@ -54,7 +54,6 @@ def profile_of(gpu: str, *, quick: bool = False) -> HardwareProfile:
 
 
 def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
-    """Return the shape of the model of these runs."""
     with torch.device("meta"):
         model = ByteGPT(Shape(layers=layers, width=width, heads=width // 64, context=context))
     matrices = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -144,7 +143,6 @@ def errors_of_4b(*, quick: bool = False) -> Errors:
 
 
 def rounded(errors: list[float]) -> tuple[float, float]:
-    """Return the median and the largest absolute error."""
     sizes = [abs(error) for error in errors]
     return round(median(sizes), 2), round(max(sizes), 2)
 

@@ -95,7 +95,6 @@ def test_a_plan_fits_keeps_fixed_placements_and_is_no_worse_than_a_rule_nor_bett
 
 
 def test_free_memory_is_used_for_residents_which_are_the_first_units() -> None:
-    """Check a forward, which needs the first units first."""
     workload, overlap, counts = Workload.from_numels([10**8] * 20), Windows(forward_s=0.2), []
     for slots in (0, 1, 6, 12, 20):
         placements = plan_updates(workload, cost(), budget_for(slots, 10**8), overlap).plan.placements
@@ -181,7 +180,6 @@ def test_the_limit_of_simulations_ends_the_descent_but_not_larger_units(monkeypa
 
 
 def plan_on_the_cpu(forward_s: float) -> tuple[int, PlannedUpdate]:
-    """Return the size of the units and the plan for 2e9 parameters without GPU memory."""
     return plan_units(
         lambda size: Workload.from_numels([size] * (2 * 10**9 // size)),
         UNIT_SIZES,

@@ -29,7 +29,6 @@ STATED = {
 """The totals of the published safetensors files."""
 
 PAPER = {"7B": 5.92e9, "8.3B": 9.14e9, "10B": 9.92e9, "13B": 11.25e9, "20B": 15.33e9}
-"""The totals of the paper's models, rounded."""
 
 
 def test_models_have_the_parameters_that_their_authors_state() -> None:
@@ -50,10 +49,7 @@ def test_machines_are_marked_as_not_measured_and_divide_shared_rates(name: str) 
 
 
 def predicted_s(run: MeasuredRun, profile: HardwareProfile) -> float:
-    """Return the update: of stock as ``plan`` predicts it, and interleaved by the rates of the preset.
-
-    The GPU's part of an interleaved run is updated by PyTorch's Adam and not by the kernel that the preset describes.
-    """
+    """Return the update: of stock as ``plan`` predicts it, and interleaved by the rates of the preset."""
     if run.setting.update_stride is None:
         schedule = serial_schedule(placements_of(run.setting))
         return simulate(schedule, workload_of(run.setting), CostModel.for_stock(profile)).end_s

@@ -173,7 +173,6 @@ HELD_LESS_WELL = {
 
 
 def published_job(row: dict[str, str]) -> Job:
-    """Return the run of the log, with Megatron-LM's attention."""
     ranks, more = int(row["dp"]), {"attention": "fused_softmax", "sub_group_size": 100_000_000}
     on_node = min(GPUS_PER_NODE, ranks)
     return job_of(SHAPES[row["model_name"]], ranks, on_node, micro_batch=int(row["micro_batch"]), **more)

@@ -61,7 +61,6 @@ def test_no_group_is_created_for_one_rank_or_for_nodes_that_differ() -> None:
 
 
 def measured(ranks: Ranks, group: ProcessGroup | str, *, reduces: bool = False) -> list[float]:
-    """Return the samples in bytes per second."""
     assert not isinstance(group, str), group
     prepare = partial(collective, HostDevice(), group, WHOLE_BYTES, "rate", reduces=reduces)
     return [rates["rate"] for rates in sample(prepare, SMALL, ranks)]

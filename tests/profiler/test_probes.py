@@ -147,7 +147,6 @@ EFFORT = replace(SMALL, warm_ups=2, min_samples=3, max_samples=10, budget_s=1.0)
 
 
 def counting_probe() -> probes.Probe:
-    """Return a probe whose n-th repetition returns a rate and a time of n."""
     numbers = count()
     return lambda: dict.fromkeys(("h2d_bytes_per_s", "copy_latency_s"), next(numbers))
 

@@ -26,7 +26,6 @@ from perf_model.prediction.hardware import QUANTITIES, HardwareProfile, Measurem
 from tests.profiler.virtual import SMALL, TimedAdam, VirtualDevice, kernels, virtual_clock
 
 THREADS = 3
-"""Threads that update in training."""
 TICK_S, UPDATE_S = 1e-4, 5e-4
 """The host's virtual clock advances by this much when it is read, and in an update with the reading that follows."""
 COPY_LATENCY_S = 1e-6
@@ -37,10 +36,7 @@ LAUNCH_S, KERNEL_S, PRODUCT_S = 6e-5, 2e-6, 2e-7
 
 
 class GroupOfTwo:
-    """Rank 0 of two ranks, whose collectives pass nothing on, and take ``collective_s`` if the other is not late.
-
-    It is late for the first one of each repetition.
-    """
+    """Rank 0 of two ranks, whose collectives pass nothing on, and take ``collective_s`` if the other is not late."""
 
     rank, size = 0, 2
 
@@ -75,8 +71,6 @@ SLAB_BYTES = 8 * (3 * 10_000 * 4 + 2 * 20_032)
 
 
 class FailingAdam(TimedAdam):
-    """A kernel that fails at its ``fails_at``-th update."""
-
     def __init__(self, device: VirtualDevice, fails_at: int) -> None:
         super().__init__(device, UPDATE_S - TICK_S)
         self._updates_left = fails_at

@@ -31,7 +31,6 @@ class ThreadRank(Ranks):
 
 
 def on_ranks(size: int, program: Callable[[Ranks], Value]) -> list[Value]:
-    """Return the value that ``program`` returns on each rank."""
     values, barrier = [None] * size, threading.Barrier(size, timeout=60)
     ranks = [ThreadRank(rank, values, barrier) for rank in range(size)]
     with ThreadPoolExecutor(size) as threads:

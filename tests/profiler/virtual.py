@@ -31,8 +31,6 @@ SMALL = ProbeEffort(
 
 
 class VirtualEvent:
-    """A moment on the device's clock."""
-
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self.at_s = 0.0
@@ -48,8 +46,6 @@ class VirtualEvent:
 
 
 class VirtualStream:
-    """A stream that is busy until ``free_at_s``."""
-
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self.free_at_s = 0.0

@@ -57,7 +57,6 @@ class MovingIteration:
     """Whether the caller takes the states back, and writes to master weights."""
     prefetches: bool = False
     is_skipped: bool = False
-    """Whether no update follows, as after an overflow."""
     speculation: int = 0
     """The seed of the steps that are speculated: of the right step or of another one, and perhaps given back."""
     forward: list[int] = field(default_factory=list)
@@ -78,7 +77,6 @@ class MovingTraining:
     """
 
     late_s = 0.0
-    """The time that the device takes for backward."""
 
     def __init__(
         self,
@@ -121,7 +119,6 @@ class MovingTraining:
         return [*read, *self.end()]
 
     def end(self) -> list[torch.Tensor]:
-        """Return all states and parameters, and end the executor."""
         self.executor.end()
         self.executor.sync_states_to_host()
         self._wait_for_caller()
@@ -134,12 +131,10 @@ class MovingTraining:
 
     @property
     def states(self) -> list[torch.Tensor]:
-        """Return copies of the states in host memory, and of the parameters."""
         states = (getattr(tensors, name) for tensors in self.memory.sub_groups for name in STATES)
         return [tensor.clone() for tensor in (*states, *self.params)]
 
     def run(self, number: int, iteration: MovingIteration) -> Iterator[torch.Tensor]:
-        """Run one iteration, and yield what is read."""
         if number > 0:
             yield self.read_gradients()
         if iteration.writes_states:
@@ -209,7 +204,6 @@ class MovingTraining:
             yield from gathered
 
     def backward(self, number: int) -> None:
-        """Write the gradients of iteration ``number`` on the caller's stream."""
         whole = [self._copy_of(each) for each in self.model.gradients(number)]
         self.device.occupy(self.late_s)
         for part in self.memory.parts:
@@ -316,7 +310,6 @@ def random_plan(chance: random.Random, model: Model) -> UpdatePlan:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Draw up to three sub-groups with persistent ranges that cross the borders of units."""
     numels = tuple(draw(st.lists(st.integers(1, 150), min_size=1, max_size=3)))
     persistent = []
     for numel in numels:

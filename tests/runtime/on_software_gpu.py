@@ -39,6 +39,5 @@ def faults_of(numbers_are_right: Callable[[], bool]) -> list[str]:
 
 
 def is_right(model: Model, iterations: Sequence[MovingIteration], device: Device[Any] | None = None) -> bool:
-    """Return whether training on ``device``, by default the software GPU, gives the serial bits."""
     training = MovingTraining(model, iterations[0].plan, device or SoftwareDevice())
     return same(training.train(iterations), train_serially(model, iterations))

@@ -16,7 +16,6 @@ from perf_model.schedule.workload import Range, Unit, Workload
 
 
 def random_states(numels: Sequence[int], dtype: torch.dtype) -> list[AdamTensors]:
-    """Return random states of sub-groups in host memory, with parameters of ``dtype``."""
     generator = torch.Generator().manual_seed(0)
     states = []
     for numel in numels:
@@ -66,10 +65,7 @@ def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
 
 
 def run_update(executor: Executor, steps: Sequence[AdamStep]) -> None:
-    """Run an update, with one entry of ``steps`` per sub-group, and return when every action has finished.
-
-    Raise ``UpdateFailed``, with its cause, if this or an earlier update has failed.
-    """
+    """Run an update, with one entry of ``steps`` per sub-group, and return when every action has finished."""
     if executor.failure is None:
         executor.begin(steps)
         executor.end()

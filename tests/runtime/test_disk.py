@@ -53,8 +53,6 @@ def iterations(chance: random.Random, count: int) -> list[MovingIteration]:
 
 @contextmanager
 def hostile_disk(chance: random.Random, longest_s: float = 0.004) -> Iterator[None]:
-    """Let each transfer be late, before or after it moves its bytes."""
-
     def late(transfer: Callable[..., None]) -> Callable[..., None]:
         def run(file: StateFile, memory: memoryview, offset_bytes: int) -> None:
             time.sleep(chance.choice((0, longest_s)) * chance.random())

@@ -53,7 +53,6 @@ WAITS = {
     "wait_until_drained": LaneStreams,
     "result": OrderedFuture,
 }
-"""The methods that wait, with their classes."""
 
 WITHOUT_A_NUMBER = {
     "action_events.timeline-0": "the host waits before it reads times",
@@ -73,7 +72,6 @@ WITHOUT_A_NUMBER = {
 
 @cache
 def waits_in_source() -> dict[str, Place]:
-    """Return the place of each wait of the runtime by its description."""
     found = {}
     for path in sorted(SOURCES):
         for function in ast.walk(ast.parse(path.read_text())):

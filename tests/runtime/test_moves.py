@@ -72,7 +72,6 @@ def test_units_that_move_between_updates_have_no_race_and_give_the_serial_bits(m
 
 @contextmanager
 def short_of_memory(device: Device[Any], allocations: int) -> Iterator[None]:
-    """Let ``device`` raise its out-of-memory error after that many allocations."""
     left = [allocations]
 
     def allowing(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

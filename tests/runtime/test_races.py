@@ -58,7 +58,6 @@ def is_right(plan: UpdatePlan, steps: int) -> bool:
 
 @contextmanager
 def late_worker() -> Iterator[None]:
-    """Let the worker run nothing before the caller has issued all actions of an update."""
     issued, issue_all = threading.Event(), Issuer.issue_all
 
     class LateWorker(Worker):
@@ -75,19 +74,13 @@ def late_worker() -> Iterator[None]:
 
 
 def has_fault(plan: UpdatePlan) -> bool:
-    """Return whether one step has a race or gives a wrong number, with the checker switched off.
-
-    The worker is late: if it issued first, what it issues would order the caller's actions of the same stream.
-    """
+    """Return whether one step has a race or gives a wrong number, with the checker switched off."""
     with mock.patch.object(executor_module, "check_executable"), late_worker():
         return bool(faults_of(partial(is_right, plan, steps=1)))
 
 
 def small_plans() -> Iterator[UpdatePlan]:
-    """Yield all placements of 4 units, and mixed placements of 6.
-
-    With one slot, all units wait for each other; with four, none does.
-    """
+    """Yield all placements of 4 units, and mixed placements of 6."""
     for count, codes in ((4, range(2**4)), (6, (0b111111, 0b010101, 0b110110, 0b011110))):
         workload = Workload.from_numels([5, 3, 8, 2, 7, 4][:count])
         for code in codes:

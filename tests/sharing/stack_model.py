@@ -23,8 +23,6 @@ Checkpointing = Literal["reentrant", "non-reentrant"]
 
 
 class StackLayer(nn.Module):
-    """A layer with a residual connection, [..., WIDTH] to the same shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)

@@ -129,8 +129,6 @@ def test_a_dry_run_writes_nothing_and_names_what_is_missing(pseudo: Path, capsys
 
 
 class Untrusted:
-    """An object that makes a folder when it is unpickled."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -242,7 +240,6 @@ CASE, STEPS = SharingCase(layers=5, every=2, scale="sum", dtype="bf16"), 3
 
 
 def evaluate(engine: Any) -> float:
-    """Return the loss of a batch that is the same on every rank."""
     engine.eval()
     with torch.no_grad():
         loss = float(engine(tokens(0, 10**6)))

@@ -122,7 +122,6 @@ def test_a_hugging_face_model_with_shared_layers_is_saved_once_and_loaded(tmp_pa
 
 
 def unequal(name: str, values: list[Any]) -> Stack:
-    """Return a model whose layers differ in the attribute ``name``."""
     model = Stack(3)
     for layer, value in zip(model.model.layers, values, strict=True):
         setattr(layer, name, value)
@@ -130,7 +129,6 @@ def unequal(name: str, values: list[Any]) -> Stack:
 
 
 def changed(model: Any, place: str, value: object) -> Any:
-    """Return the model with another value at ``place``, such as ``config.use_cache``."""
     *owners, name = place.split(".")
     setattr(reduce(getattr, owners, model), name, value)
     return model

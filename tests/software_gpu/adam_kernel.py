@@ -19,8 +19,6 @@ from tests.software_gpu.settings import current
 
 
 class SoftwareAdamKernel:
-    """The kernel that replaces the jitted function of Triton in ``TritonAdam``."""
-
     def __getitem__(self, grid: tuple[int]) -> Any:
         return self._launch
 

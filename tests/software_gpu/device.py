@@ -20,7 +20,6 @@ from tests.software_gpu.library import DEVICE_TYPE, CRange, HostWait, Launched, 
 from tests.software_gpu.settings import MachineRates, current
 
 COMPUTE_ENGINE, NO_ENGINE = 2, 3
-"""Values of ``Engine`` in ``csrc/clock.h``."""
 
 
 def register() -> None:
@@ -60,7 +59,6 @@ def set_device(device: Any) -> None:
 
 
 device = nullcontext
-"""The context ``torch.cuda.device(...)``; there is one device per process."""
 
 
 def synchronize(device: Any = None) -> None:
@@ -119,13 +117,10 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 
 def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """Return an event, with the parameters of ``torch.cuda.Event``."""
     return torch.Event(torch.device(DEVICE_TYPE, 0), enable_timing=enable_timing, blocking=blocking)
 
 
 class DeviceStream(torch.Stream):
-    """A stream with the constructor of ``torch.cuda.Stream``."""
-
     def __new__(cls, device: Any = None, priority: int = 0, **identity: Any) -> DeviceStream:
         if identity:
             return super().__new__(cls, **identity)
@@ -133,7 +128,6 @@ class DeviceStream(torch.Stream):
 
 
 Stream = DeviceStream
-"""The name that ``torch.cuda`` has for it."""
 
 
 def _as_stream(stream: torch.Stream) -> DeviceStream:
@@ -153,7 +147,6 @@ set_stream = torch.accelerator.set_stream
 
 @contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """Issue work on ``stream`` inside this context."""
     if stream is None:
         yield
         return
@@ -172,7 +165,6 @@ mem_get_info = torch.accelerator.get_memory_info
 """Returns the free and the total bytes. Bytes in the cache of the allocator are not free."""
 
 memory_stats = torch.accelerator.memory_stats
-"""Returns the statistics of the caching allocator under the names of ``torch.cuda.memory_stats``."""
 
 memory_allocated, max_memory_allocated = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
 memory_reserved, max_memory_reserved = torch.accelerator.memory_reserved, torch.accelerator.max_memory_reserved
@@ -180,7 +172,6 @@ reset_peak_memory_stats, empty_cache = torch.accelerator.reset_peak_memory_stats
 
 
 def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    """Return ``memory_stats`` with a dictionary for each part of a name, like ``torch.cuda``."""
     nested: dict[str, Any] = {}
     for name, value in memory_stats().items():
         inner = nested
@@ -201,18 +192,14 @@ _ERRORS = {
     712: "part or all of the requested memory range is already mapped",
     713: "pointer does not correspond to a registered memory region",
 }
-"""CUDA's codes of errors."""
 
 
 class SoftwareGpuError(RuntimeError):
-    """The error of a call of the runtime, as ``torch.cuda.CudaError``."""
-
     def __init__(self, code: int) -> None:
         super().__init__(f"software GPU error {code}: {_ERRORS[code]}")
 
 
 CudaError = SoftwareGpuError
-"""The name that ``torch.cuda`` has for it."""
 
 
 class DeviceRuntime:
@@ -234,7 +221,6 @@ def cudart() -> DeviceRuntime:
 
 
 def check_error(code: int) -> None:
-    """Raise ``CudaError`` unless ``code`` is success."""
     if code:
         raise CudaError(code)
 
@@ -307,7 +293,6 @@ def host_view(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.T
 
 
 def real_address(address: int) -> int:
-    """Return where a launched function finds the byte that has ``address`` on the device."""
     return int(call("real_address", address))
 
 

@@ -33,14 +33,10 @@ Amounts = ctypes.c_double * len(RESOURCES)
 
 
 class CRange(ctypes.Structure):
-    """The ctypes counterpart of ``CRange`` in ``csrc/interface.cpp``."""
-
     _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("writes", ctypes.c_int32))
 
 
 class CSettings(ctypes.Structure):
-    """The ctypes counterpart of ``CSettings`` in ``csrc/interface.cpp``."""
-
     _fields_ = (
         ("lazy_s", ctypes.c_double),
         ("jitter_s", ctypes.c_double),
@@ -101,10 +97,7 @@ def _every_source(folder: Path) -> Path:
 
 
 def compile_library() -> Path:
-    """Compile the extension unless that is done, and return the path of the shared library.
-
-    Raise ``RuntimeError`` if there is no compiler, or if it fails.
-    """
+    """Compile the extension unless that is done, and return the path of the shared library."""
     name = _name()
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     # The linker writes the library while other processes may look for it already.
@@ -125,10 +118,7 @@ def compile_library() -> Path:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the loaded extension with typed functions, whose names begin with ``software_gpu_``.
-
-    Loading registers the device with PyTorch, under the name ``software_gpu``.
-    """
+    """Return the loaded extension with typed functions, whose names begin with ``software_gpu_``."""
     torch.utils.rename_privateuse1_backend(DEVICE_TYPE)
     # Some operators have their meta kernels in Python.
     importlib.import_module("torch._meta_registrations")
@@ -142,7 +132,6 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a function of the extension."""
     return getattr(library(), f"software_gpu_{name}")(*arguments)
 
 

@@ -36,12 +36,9 @@ CALLED_IN_GLOO = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
-"""The methods of Gloo that have an older name."""
 
 
 class SoftwareWork(dist.Work):
-    """The handle of a collective on the device."""
-
     def __init__(self, tensors: list[torch.Tensor], done: torch.Event) -> None:
         super().__init__()
         self._tensors = tensors
@@ -90,7 +87,6 @@ class SoftwareProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Return where objects that are broadcast or gathered are placed."""
         return [torch.device("cpu" if self.host_tensors else DEVICE_TYPE)]
 
     def barrier(self, *_: Any, **__: Any) -> dist.Work:
@@ -150,8 +146,6 @@ def _method_of(gloo: dist.ProcessGroupGloo, method: str) -> Any:
 
 
 def _add(method: str, num_tensors: int) -> None:
-    """Define the method of the process group that runs the collective ``method``."""
-
     def run(self: SoftwareProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
         tensors, others = arguments[:num_tensors], arguments[num_tensors:]
         return self._run(method, tensors, lambda run, opened: run(*opened, *others, **options))
@@ -164,7 +158,6 @@ for _method, _num_tensors in COLLECTIVES.items():
 
 
 def register_backend() -> None:
-    """Make the backend known to ``torch.distributed``, for tensors of the host and of the device."""
     dist.Backend.register_backend(BACKEND, _create, devices=["cpu", DEVICE_TYPE])
 
 

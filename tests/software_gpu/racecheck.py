@@ -26,7 +26,6 @@ from tests.software_gpu.device import ranges
 from tests.software_gpu.library import call
 
 BETWEEN = "\n  and "
-"""The text between the two accesses of a race."""
 
 
 class RaceError(AssertionError):

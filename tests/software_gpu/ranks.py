@@ -53,7 +53,6 @@ def on_device(body: Callable[[], None]) -> Callable[[], None]:
 
 @once
 def errors_of(module: str) -> dict[str, str]:
-    """Return the traceback of each test of the module, or "" for success."""
     profile, seed = settings.get_current_profile_name(), core.global_force_seed
     # With the profile of "make stress", Hypothesis draws 20 times as many examples as with that of "make test".
     errors: dict[str, str] = on_ranks(

@@ -63,7 +63,6 @@ class Settings:
     memory_bytes: int = 4 * GIB
 
     def apply(self) -> None:
-        """Let the device of this process behave so from now on."""
         limited = {"h2d", "d2h", "both_directions", "pageable", "host_memory"}
         given = {
             **vars(self.rates),
@@ -80,13 +79,11 @@ _applied = [Settings()]
 
 
 def current() -> Settings:
-    """Return the settings that were applied last."""
     return _applied[0]
 
 
 @contextmanager
 def applied(settings: Settings) -> Iterator[None]:
-    """Replace the settings inside this context."""
     before = current()
     settings.apply()
     try:
@@ -98,7 +95,6 @@ def applied(settings: Settings) -> Iterator[None]:
 
 
 def changed(**changes: object) -> AbstractContextManager[None]:
-    """Return a context in which some of the settings are changed."""
     return applied(replace(current(), **changes))  # type: ignore[arg-type]
 
 

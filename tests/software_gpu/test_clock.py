@@ -25,7 +25,6 @@ from tests.software_gpu.ranks import on_device
 from tests.software_gpu.settings import MachineRates, changed
 
 H2D, D2H, COMPUTE, NONE = range(4)
-"""Values of ``Engine`` in ``csrc/clock.h``."""
 
 
 Work = tuple[int, dict[str, float], float, float]
@@ -37,10 +36,7 @@ def work(engine: int, start_s: float = 0.0, latency_s: float = 0.0, **used: floa
 
 
 def ends_of(capacities: dict[str, float], *works: Work) -> object:
-    """Return when each of ``works`` ends on an idle machine whose other resources are unlimited.
-
-    The clock has a resolution of a nanosecond.
-    """
+    """Return when each of ``works`` ends on an idle machine whose other resources are unlimited."""
     count = len(works)
     doubles = ctypes.c_double * count
     ends = doubles()
@@ -59,7 +55,6 @@ def ends_of(capacities: dict[str, float], *works: Work) -> object:
 
 
 def elapsed_ms(issue: Callable[[], object], rates: MachineRates, *, execute_first: bool = False) -> float:
-    """Return the emulated duration of the work that ``issue`` enqueues on the current stream."""
     # The first call of an operator takes long, since PyTorch then imports its meta kernel.
     issue()
     with changed(rates=rates, execute_first=execute_first):

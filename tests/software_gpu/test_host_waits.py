@@ -85,8 +85,6 @@ def table() -> dict[tuple[str, str], tuple[str, list[str]]]:
 
 @dataclass
 class HostWaits:
-    """The waits of each steady forward, backward and step, as reason and caller."""
-
     by_phase: dict[str, list[list[tuple[str, str]]]] = field(
         default_factory=lambda: {"forward": [], "backward": [], "step": []}
     )
@@ -147,7 +145,6 @@ def waits_of(case: Case, block: Block) -> HostWaits:
 
 
 def expected_waits(case: Case, block: Block, sub_groups: int) -> Counter[tuple[str, str]]:
-    """Return how often the host waits per step, by phase and row."""
     expected: Counter[tuple[str, str]] = Counter()
     for key, (condition, numbers) in table().items():
         # A cell has ``3``, or ``4n`` for n sub-groups. The columns: stock, the update ends in step(), deferred.

@@ -28,7 +28,6 @@ SIZES = (1, 1000, 3_000_001)
 
 
 def _is_nan(tensor: torch.Tensor) -> bool:
-    """Return whether a sample of the elements, with both ends, is NaN."""
     step = max(1, tensor.numel() // 1000)
     return bool(torch.cat([tensor[::step], tensor[-1:]]).isnan().all().item())
 
@@ -68,7 +67,6 @@ CHUNK_NUMEL = 25_000
 
 
 def _names_of_work(copy: Callable[[], object]) -> list[str]:
-    """Return the names of the tasks that the streams execute for ``copy``, without frees."""
     device.synchronize()
     with changed(trace=True):
         device.take_spans()

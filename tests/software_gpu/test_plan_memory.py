@@ -80,7 +80,6 @@ QUICK = ("few plans", "only sums")
 
 
 def gradient_bytes(optimizer: Any) -> dict[Placement, int]:
-    """Return the bytes of gradients on the device, by the placement of their units."""
     found = dict.fromkeys(Placement, 0)
     for unit, buffer in zip(optimizer._running.memory.units, optimizer._gradients._buffers, strict=True):
         for gradient in (buffer.grad, buffer.device_accumulator):
@@ -126,7 +125,6 @@ def check_memory(training: Training, name: str, optimizer: Any, allocated: int) 
 
 
 def adopt(name: str, optimizer: Any) -> None:
-    """Run the plan from the next step on."""
     num_slots, placements = PLANS[name]
     optimizer._before_eviction()
     units = cut_into_units(partitions_by_name(optimizer), LARGE_LAYER)

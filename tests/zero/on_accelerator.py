@@ -30,7 +30,6 @@ def software_gpu(adversary: str) -> Iterator[None]:
 
 
 GROUPS = {"cpu": process_group, "software_gpu": partial(software_gpu, "lazy")}
-"""The contexts in which ranks train on each accelerator."""
 
 
 def on_accelerator(tensor: torch.Tensor) -> torch.Tensor:

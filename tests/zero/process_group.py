@@ -38,10 +38,7 @@ def process_group() -> Iterator[None]:
 
 
 def _poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``empty`` with its memory filled with NaN. It often holds zeros, which would hide that it is read.
-
-    Integers are -1 then.
-    """
+    """Return ``empty`` with its memory filled with NaN. It often holds zeros, which would hide that it is read."""
 
     def filled(*args: Any) -> torch.Tensor:
         tensor = empty(*args)

@@ -118,7 +118,6 @@ def moves_in_turn(*placed: tuple[Placement, int]) -> Callable[[], AbstractContex
 
 
 def random_plan(rng: random.Random, sub_groups: list[list[Partition]]) -> UpdatePlan:
-    """Return a plan with random units, placements, slots and order."""
     numel = sum(partition.numel for sub_group in sub_groups for partition in sub_group)
     workload = cut_into_units(sub_groups, -(-numel // rng.choice(NUM_UNITS)))
     allowed = rng.choice((tuple(Placement), tuple(Placement), (Placement.CPU, Placement.RESIDENT), (Placement.CPU,)))

@@ -43,7 +43,6 @@ def train(config: str) -> None:
 
 
 def spawn(*arguments: str) -> None:
-    """Report and train in a child, whose parent imports neither torch nor DeepSpeed."""
     assert "torch" not in sys.modules
     child = multiprocessing.get_context("spawn").Process(target=report, args=arguments)
     child.start()
@@ -156,8 +155,6 @@ def test_import_torch_survives_a_broken_wrapt_also_if_warnings_are_errors(tmp_pa
 
 
 class ChangedConfig:
-    """The ``DeepSpeedConfig`` of a release that has none of the private names that the plugin uses."""
-
     def __init__(self, config: dict[str, Any]) -> None:
         self.json = config
 

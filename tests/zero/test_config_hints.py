@@ -91,7 +91,6 @@ def test_a_block_in_the_yaml_file_of_accelerate_is_refused(monkeypatch: pytest.M
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the lines that are logged while a config is read."""
     lines: list[str] = []
     monkeypatch.setattr(log, "warn", lines.append)
     monkeypatch.setattr(log, "warn_once", lines.append)

@@ -51,7 +51,6 @@ DIFFERENCES: dict[str, tuple[tuple[dict[str, Any], ...], tuple[str, str, str]]] 
 
 
 def start_with(difference: str, block: dict[str, Any]) -> str:
-    """Return the class of the optimizer, or the error, of this rank."""
     rank = dist.get_rank()
     case = Case(name="disagreeing", blocks=(), world_size=3)
     profile = MACHINES["h100-pcie5"].profile(ranks=1)

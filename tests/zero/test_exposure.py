@@ -29,10 +29,7 @@ class VirtualForward:
         self.reported: list[tuple[PhaseSpan, ...]] = []
 
     def iteration(self, *, slower: float = 1.0, reports: bool = True) -> tuple[float, float]:
-        """Return the seconds of the iteration, and those for which computing waited while an all-gather ran.
-
-        The update is reported at the end, or, if not ``reports``, during the next one.
-        """
+        """Return the seconds of the iteration, and those for which computing waited while an all-gather ran."""
         computing, modules = self.device.current_stream(), len(self.forward_s)
         self.device.now_s = begin_s = computing.starts_s()
         self.exposure.begin_update()

@@ -112,7 +112,6 @@ def do_nothing(engine: Any) -> None: ...
 
 
 def abandon_a_backward(engine: Any) -> None:
-    """Begin a window with a backward that uses the second layer."""
     engine.backward(engine(rows(10), True))
     engine.optimizer.zero_grad()
 
@@ -167,7 +166,6 @@ LARGE, SMALL, ONE_ELEMENT = 100_000, 100, 1
 
 
 def gradients_of_shared_layer(block: Block, bucket: int, accumulation: int, *, recomputed: bool) -> Any:
-    """Return the gradients of every step and the final states, by name."""
     engine = engine_of(LayersInTurn(), block, accumulation, reduce_bucket_size=bucket)
     found: dict[str, torch.Tensor] = {}
     try:
@@ -209,7 +207,6 @@ def test_repeated_gradients_are_summed_which_stock_refuses_or_loses() -> None:
 
 
 TRAFFIC_CASES = [(block, accumulation) for accumulation in (1, 3) for block in (CPU, STREAMED, MIXED)]
-"""Blocks, and numbers of micro-batches per step."""
 
 
 def traffic(block: dict[str, Any], accumulation: int) -> dict[str, Any]:

@@ -57,7 +57,6 @@ names = {'deepspeed', 'torch', 'transformers', 'accelerate', 'peft', 'trl'}
 found = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
 print(json.dumps({**found, 'python': platform.python_version()}))
 """
-"""The versions that decide how a framework trains."""
 
 TIMEOUT_S = 900
 BLOCK: Mapping[str, Any] = {CONFIG_KEY: {}}
@@ -78,12 +77,10 @@ class FrameworkRuns:
 
     @property
     def folder(self) -> Path:
-        """Return the folder."""
         return FOLDER / self.framework.name
 
     @property
     def python(self) -> str:
-        """Return the interpreter of the environment."""
         return str(self.folder / "environment" / "bin" / "python")
 
     def install(self) -> None:
@@ -119,10 +116,7 @@ class FrameworkRuns:
         done.write_text(requirement)
 
     def train(self, run: Run, name: str, block: Mapping[str, Any], halfway_of: Path | None = None) -> Path:
-        """Run the command with or without the block, and return the folder with everything that it has saved.
-
-        ``halfway_of`` is the folder of the run whose checkpoint is resumed.
-        """
+        """Run the command with or without the block, and return the folder with everything that it has saved."""
         out = self.folder / f"{run.name}, {name}".replace(", ", "-").replace(" ", "-")
         shutil.rmtree(out, ignore_errors=True)
         command, config = run.command, self.framework.config
@@ -149,7 +143,6 @@ class FrameworkRuns:
         return out
 
     def compare(self, stock: Path, ours: Path) -> str:
-        """Return the result of comparing all saved tensors."""
         log = ours.with_name(f"{ours.name}.bits")
         self.call([self.python, str(HERE / "same_bits.py"), str(stock), str(ours)], log)
         found = json.loads(log.read_text().splitlines()[-1])
@@ -189,7 +182,6 @@ class FrameworkRuns:
             raise RunFailed(f"exit status {code}: {(named[1] if named else text.rpartition(chr(10))[2])[:300]}")
 
     def results(self, run: Run) -> dict[str, str]:
-        """Return the results of a run and of its resumption, by name."""
         results, name = {}, run.name
         try:
             stock, ours = self.train(run, "stock", {}), self.train(run, "plugin", BLOCK)
@@ -208,7 +200,6 @@ class FrameworkRuns:
 
 
 def try_framework(framework: Framework) -> dict[str, Any]:
-    """Return the versions in the framework's environment, and the results of its runs."""
     tried = FrameworkRuns(framework)
     tried.folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"requirement": framework.requirement, "pins": framework.pins, "versions": {}, "runs": {}}

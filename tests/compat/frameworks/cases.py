@@ -15,10 +15,7 @@ from tests.compat.frameworks.published import AXOLOTL, LLAMA_FACTORY
 
 @dataclass(frozen=True)
 class Run:
-    """A training run of a framework: its command, and the checkpoint from which it is resumed, if it is.
-
-    ``yaml`` is the file that the command reads as ``{yaml}``.
-    """
+    """A training run of a framework: its command, and the checkpoint from which it is resumed, if it is."""
 
     name: str
     command: str

@@ -31,7 +31,6 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers, with their places."""
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, dict):

@@ -117,7 +117,6 @@ def write_and_partition(optimizer: Any) -> None:
 
 
 def write_partitions(optimizer: Any) -> None:
-    """Multiply this rank's partitions by 0.5 in place."""
     for param in _params(optimizer):
         param.ds_tensor.data.mul_(0.5)
 

@@ -83,7 +83,6 @@ class Fault:
         )
 
     def is_shown_by(self, race: str) -> bool:
-        """Return whether ``race`` is between the expected accesses."""
         assert self.sides is not None
         (one, other), (first, second) = self.sides, race.split(BETWEEN)
         return (one in first and other in second) or (other in first and one in second)
@@ -109,7 +108,6 @@ ALL_GATHER, A_READ = "all_gather_into_tensor", "aten::sum in accesses.py"
 MASTERS, PARAMETERS = "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat"
 FLUSH_AND_PREFETCH, PUBLISH_AND_FORWARD = ("_flush_states", "_prefetch"), ("_publish", "forward")
 PUBLISH_AND_GATHER, GPU_STEP_AND_GATHER = ("_publish", ALL_GATHER), ("_gpu_step", ALL_GATHER)
-"""Parts of the texts of accesses."""
 
 not_published, not_recorded = missing(Executor, "publish"), missing(torch.Tensor, "record_stream")
 
@@ -359,4 +357,3 @@ ON_TWO_RANKS = {
     ),
 }
 FAULTS: dict[int, dict[str, Fault]] = {1: ON_ONE_RANK, 2: ON_TWO_RANKS}
-"""The faults by name, by the number of ranks that they need."""

@@ -67,7 +67,6 @@ update_does_not_drain = combined(*(missing(LaneStreams, name) for name in END_OF
 
 
 def _at_first(name: str) -> Callable[[], AbstractContextManager[object]]:
-    """Let the streams be waited for in the first three updates only."""
     wait, updates = getattr(LaneStreams, name), count(1)
     return patched(LaneStreams, name, lambda lanes: wait(lanes) if next(updates) < 4 else None)
 
@@ -164,8 +163,6 @@ The executor refuses to forget gradients while an update is pending. No script h
 
 
 def resident_states_with(fault: Callable[[ResidentStates], object]) -> Callable[[], AbstractContextManager[object]]:
-    """Apply ``fault`` to each ``ResidentStates`` that is created inside the context."""
-
     def initialize(self: ResidentStates, original: Any, *args: Any) -> None:
         original(self, *args)
         fault(self)

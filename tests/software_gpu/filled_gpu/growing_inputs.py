@@ -85,7 +85,6 @@ class GrowingNet(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs)
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of ``x``, of shape [batch, widths[0]]."""
         size_bytes = int(tokens.cpu().bincount().max()) * BYTES_PER_TOKEN
         for layer in self.layers:
             x = KeepsActivations.apply(torch.nn.functional.gelu(layer(x)), size_bytes, self.in_backward)
@@ -94,10 +93,7 @@ class GrowingNet(torch.nn.Module):
 
 @dataclass
 class Seen:
-    """The plan after each step, its units by placement, and whether its memory was evicted on this rank.
-
-    ``failed`` has whether the step was trained again after an out-of-memory error.
-    """
+    """The plan after each step, its units by placement, and whether its memory was evicted on this rank."""
 
     fingerprints: list[str] = field(default_factory=list)
     placed: list[dict[str, int]] = field(default_factory=list)
@@ -168,7 +164,6 @@ def train_on_gpu(
 
 
 def forward_and_backward(engine: Any, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of one micro-batch after its backward."""
     loss: torch.Tensor = engine(*inputs)
     engine.backward(loss)
     return loss.detach()

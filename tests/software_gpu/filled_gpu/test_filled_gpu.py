@@ -37,7 +37,6 @@ FIRST, FILLED = [Step((SHORT,))] * 8, [Step((SHORT,))] * 16
 
 
 def on_cpu(seen: Seen) -> list[int]:
-    """Return the number of units that the CPU updates, after each step."""
     return [placed["cpu"] for placed in seen.placed]
 
 
@@ -195,7 +194,6 @@ TOKENS = 16_000
 """The tokens of each micro-batch. Only their distribution over the experts changes."""
 
 BALANCED = 8
-"""The steps before the growth."""
 
 
 def by_values(memory_mib: int, margin_mib: int, grown: Step, fault: Fault, *small_layers: int, **others: Any) -> Growth:
@@ -263,7 +261,6 @@ def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met() -
 
 
 def residents(seen: Seen) -> list[int]:
-    """Return the number of resident units after each step."""
     return [placed["resident"] for placed in seen.placed]
 
 

@@ -28,10 +28,7 @@ from tests.zero.parity.training import Block, Record, closing_engine, difference
 def checked(
     case: Case, block: Block, script: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[Record, list[str], str]:
-    """Train the case on the device under its race check, and return the record, the races and the schedule.
-
-    The user's ``script`` accesses states inside its context.
-    """
+    """Train the case on the device under its race check, and return the record, the races and the schedule."""
     case = replace(case, extra={**case.extra, **NO_THROUGHPUT_TIMER})
     # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
     get_accelerator().is_fp16_supported = lambda: True

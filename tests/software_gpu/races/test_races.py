@@ -49,7 +49,6 @@ overflow and micro-batches without a gradient, of each position in a window, are
 
 
 def check(case: Case, block: Block, script: Script = nullcontext, expected: Record | None = None) -> None:
-    """Check that the training has no race, and the ``expected`` bits, if any."""
     case = replace(case, world_size=dist.get_world_size())
     record, races, _ = checked(case, block, script)
     assert races == [], f"{case.name}, {block}"
@@ -58,7 +57,6 @@ def check(case: Case, block: Block, script: Script = nullcontext, expected: Reco
 
 
 def trained(case: Case, block: Block, script: Script = nullcontext) -> Record:
-    """Train on the CPU accelerator, with stock or with our block."""
     with script():
         return run_variant(replace(case, world_size=dist.get_world_size()), block)
 

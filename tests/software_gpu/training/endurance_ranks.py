@@ -74,7 +74,6 @@ def allocated_bytes() -> int:
 
 @contextmanager
 def counted_page_locks() -> Iterator[dict[int, int]]:
-    """Yield the sizes of all page-locked ranges by their address."""
     locked: dict[int, int] = {}
 
     class CountingRuntime(DeviceRuntime):
@@ -93,7 +92,6 @@ def counted_page_locks() -> Iterator[dict[int, int]]:
 
 
 def counted(page_locked: dict[int, int]) -> dict[str, float]:
-    """Return everything that this process keeps now."""
     gc.collect()
     return {
         "host memory, bytes": allocated_bytes(),
@@ -113,11 +111,9 @@ LEAKS: dict[str, Callable[[], object]] = {
     "open file": lambda: os.open(os.devnull, os.O_RDONLY),
     "temporary file": lambda: tempfile.mkstemp()[0],
 }
-"""Functions that return one more thing that is kept."""
 
 
 def train(engine: Any, step: int, rng: random.Random) -> None:
-    """Train one step, which is sometimes skipped, and after which the model is sometimes evaluated."""
     x, target = (on_accelerator(tensor) for tensor in batch(CASE, dist.get_rank(), step % 100, torch.bfloat16))
     # Units may not move after a skipped step, whose prefetches are still in their slots.
     is_skipped = rng.random() < SKIPPED_SHARE and step % PERIOD != PERIOD - 1

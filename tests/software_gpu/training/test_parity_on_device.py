@@ -41,10 +41,7 @@ MACHINE = MachineRates(
 """An emulated machine with the rates of a GPU, for the cases that plan, and measure the windows of training."""
 
 CHUNK_BYTES = 4096
-"""The size of the chunks of our copies, into which the states of the small models are divided.
-
-The cases that plan have chunks of the default size, since the profile measures larger copies.
-"""
+"""The size of the chunks of our copies, into which the states of the small models are divided."""
 
 
 Arm = tuple[str, Block, Block]
@@ -62,10 +59,7 @@ def arms_of(case: Case, blocks: tuple[Block, ...], adversary: str) -> Iterator[A
 
 
 def chosen() -> Iterator[tuple[Case, list[Arm]]]:
-    """Yield the cases of ``make test``, with 6 steps, each with every third block, plain and lazy in turn.
-
-    Every fifth case is trained with stock, too.
-    """
+    """Yield the cases of ``make test``, with 6 steps, each with every third block, plain and lazy in turn."""
     cases = [case for case in QUICK if case.world_size == dist.get_world_size()]
     for position, case in enumerate(cases):
         blocks: list[Block] = [*(case.blocks[position % 3 :: 3] or case.blocks[:1])]
@@ -85,7 +79,6 @@ def chosen() -> Iterator[tuple[Case, list[Arm]]]:
 
 
 def every_case(adversary: str) -> Iterator[tuple[Case, list[Arm]]]:
-    """Yield every case of this number of ranks, with stock and with every block."""
     for case in (*CASES, *DEPARTURES):
         if case.world_size == dist.get_world_size():
             stock = () if case in DEPARTURES else (None,)

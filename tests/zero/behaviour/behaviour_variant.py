@@ -46,8 +46,6 @@ BY_DTYPE = {torch.bfloat16: {}, torch.float16: FP16, torch.float32: FP32}
 
 
 class BehaviourNet(torch.nn.Module):
-    """Linear layers; inputs and outputs have shape [batch, ``WIDTH``]."""
-
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers))
@@ -66,10 +64,7 @@ class BehaviourVariant:
         self.engines: list[Any] = []
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """Return ``BASE`` with the keys of ``changes`` replaced, or removed if None.
-
-        The keys of ``zero_optimization`` are replaced one by one.
-        """
+        """Return ``BASE`` with the keys of ``changes`` replaced, or removed if None."""
         changes["zero_optimization"] = {**BASE["zero_optimization"], **changes.get("zero_optimization", {})}
         config = {key: value for key, value in {**BASE, **changes}.items() if value is not None}
         return copy.deepcopy(config if self.block is None else {**config, "deep_optimizer_states": self.block})
@@ -141,7 +136,6 @@ def slow_updates(variant: BehaviourVariant, range_s: float = 0.004) -> AbstractC
 
 
 def inputs(step: int, dtype: torch.dtype = torch.bfloat16, rows: int = 2) -> torch.Tensor:
-    """Return this rank's inputs of that step, of shape [rows, ``WIDTH``]."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return on_accelerator((2 * torch.randn(rows, WIDTH, generator=generator)).to(dtype))
 
@@ -151,7 +145,6 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def train(engine: Any, steps: int = 3, dtype: torch.dtype = torch.bfloat16, first: int = 0) -> Seen:
-    """Train the steps from ``first`` on, and yield the loss and the counters of each."""
     for step in range(first, first + steps):
         loss = loss_of(engine(inputs(step, dtype)))
         engine.backward(loss)
@@ -193,14 +186,12 @@ def moments(engine: Any) -> Seen:
 
 
 def final_states(engine: Any) -> Seen:
-    """Yield all states, parameters and step counts."""
     record = recorded(engine)
     yield from record.numbers.items()
     yield from record.tensors.items()
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """Return the type and the message of the exception that ``call`` must raise."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 (both variants must raise the same)

@@ -52,7 +52,6 @@ def skip_a_step(engine: Any, rng: random.Random, _: Path) -> Seen:
 
 
 def access_between_backward_and_step(engine: Any, rng: random.Random, folder: Path) -> Seen:
-    """Read or write states, or evaluate, when states may have been prefetched already."""
     engine.backward(loss_of(engine(inputs(rng.randrange(100)))))
     access = rng.choice((gradients, params, evaluate, write))
     yield from access(engine, rng, folder) if access in (evaluate, write) else access(engine)
@@ -79,7 +78,6 @@ def load(engine: Any, rng: random.Random, folder: Path) -> Seen:
 
 
 def read(engine: Any, rng: random.Random, _: Path) -> Seen:
-    """Read local states on all ranks, or on one rank while the others go on, and sometimes all parameters."""
     if rng.randrange(dist.get_world_size() + 1) in (dist.get_rank(), dist.get_world_size()):
         yield from moments(engine)
     if rng.random() < 0.5:
@@ -152,7 +150,6 @@ def calls_in_random_order(seed: int, counted: Counter[str]) -> Scenario:
 
 
 def compare_calls(seeds: Sequence[int]) -> None:
-    """Check that the callers see the same as with stock in the scenario of each seed."""
     for seed in seeds:
         counted = Counter[str]()
         scenario = calls_in_random_order(seed, counted)

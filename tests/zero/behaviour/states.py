@@ -48,10 +48,7 @@ Kept = Iterator[torch.Tensor]
 
 @in_each({**BLOCK, "unit_size": 80})
 def fragments(variant: BehaviourVariant) -> Seen:
-    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters.
-
-    Units cut parameters, so that a gradient is in several places.
-    """
+    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters."""
     for dtype, changes in BY_DTYPE.items():
         model = BehaviourNet()
         model.layers[1].requires_grad_(False)
@@ -161,7 +158,6 @@ def parameters_in_place(variant: BehaviourVariant) -> Seen:
 
 @in_each(CPU, RESIDENT)
 def reads_during_an_update(variant: BehaviourVariant) -> Seen:
-    """Gather parameters, and read states, while the update of the last step runs, and compute with its results."""
     engine = variant.engine(BehaviourNet(), zero_optimization={"stage3_param_persistence_threshold": 0})
     with slow_updates(variant, READING_S):
         for step in range(3):
@@ -192,7 +188,6 @@ def generation(variant: BehaviourVariant) -> Seen:
 
 
 def states(engine: Any) -> list[dict[str, Any]]:
-    """Return the state of each sub-group."""
     return [engine.optimizer.state[master] for master in engine.optimizer.fp32_partitioned_groups_flat]
 
 
@@ -268,7 +263,6 @@ ASSIGNMENTS: tuple[Callable[[Any], Kept], ...] = (
 
 @in_each(*BLOCKS)
 def assigned_states(variant: BehaviourVariant) -> Seen:
-    """Assign to states between two steps, and between backward and the step, in every placement."""
     # Several sub-groups are of equal size, with one rank and with two.
     engine = variant.engine(BehaviourNet(), zero_optimization={"sub_group_size": 90})
     yield from train(engine, 2)
@@ -327,7 +321,6 @@ def saved_states_that_were_assigned(variant: BehaviourVariant) -> Seen:
 
 
 def saved(folder: Path, tag: str) -> Seen:
-    """Yield the states in this rank's file."""
     (path,) = folder.glob(f"{tag}/*zero_pp_rank_{dist.get_rank()}_*optim_states.pt")
     file = torch.load(path, weights_only=False)["optimizer_state_dict"]
     yield "saved masters", [master.tolist() for master in file["fp32_flat_groups"]]
@@ -338,7 +331,6 @@ def saved(folder: Path, tag: str) -> Seen:
 
 @in_each(CPU, RESIDENT)
 def second_engines(variant: BehaviourVariant) -> Seen:
-    """Create an engine for training on a module whose last update is in flight."""
     first = variant.engine(BehaviourNet())
     module = first.module
     with slow_updates(variant, READING_S):
@@ -355,7 +347,6 @@ def second_engines(variant: BehaviourVariant) -> Seen:
 
 
 def an_engine_without_an_optimizer(variant: BehaviourVariant) -> Seen:
-    """Create it on a module whose last update is in flight."""
     first = variant.engine(BehaviourNet())
     with slow_updates(variant, READING_S):
         yield from train(first, 2)

@@ -53,7 +53,6 @@ SCENARIOS: dict[str, Scenario] = {
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and [*inspect.signature(function).parameters] == ["variant"]
 }
-"""The functions of both modules whose only parameter is the variant."""
 OF_STATES = (
     "fragments",
     "states_that_move",
@@ -124,8 +123,6 @@ def test_each_wait_that_is_removed_is_noticed() -> None:
 
 
 class OneOfTwoLayers(BehaviourNet):
-    """Layers of which the first one computes alone if ``alone``."""
-
     alone = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +147,6 @@ def after_an_interrupted_step(engine: Any) -> None:
 
 
 def after_a_boundary_that_was_none(engine: Any) -> None:
-    """Run another micro-batch after one that was declared the last."""
     for step, is_last in enumerate((True, False)):
         engine.set_gradient_accumulation_boundary(is_last)
         backward(engine, step)
@@ -159,7 +155,6 @@ def after_a_boundary_that_was_none(engine: Any) -> None:
 
 
 def with_a_learning_rate_in_a_tensor(engine: Any) -> None:
-    """Change the learning rate in place between backward and the step."""
     rate = engine.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
     for step in range(3):
         backward(engine, step)
@@ -205,7 +200,6 @@ def save_and_load(engine: Any) -> None:
 
 
 def calls_between_backward_and_step(variant: BehaviourVariant) -> Seen:
-    """Call after the steps that backward has started are done, and while one of them runs."""
     engine = variant.engine(BehaviourNet(), gradient_clipping=0.0)
     yield from train(engine, 1)
     for call in (write_gathered, offload_and_reload, save_and_load):
@@ -234,7 +228,6 @@ STEPS, SKIPPED, CLIPPED = 32, 4, range(5, 10)
 
 
 def train_with_clipped_steps(block: Block) -> tuple[Record, list[tuple[int, str]], list[int]]:
-    """Return the states, the lines of the log with the number of their step, and the speculated units of each step."""
     torch.manual_seed(5)
     lines: list[tuple[int, str]] = []
     speculated = []

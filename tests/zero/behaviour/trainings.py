@@ -58,7 +58,6 @@ def gradients_that_the_caller_changes(variant: BehaviourVariant) -> Seen:
 
 
 def loss_scales(variant: BehaviourVariant) -> Seen:
-    """Train with a dynamic loss scale with hysteresis, with a static one, and with one that the caller sets."""
     dynamic = {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 4}
     for fp16 in (dynamic, {"enabled": True, "loss_scale": 128}):
         engine = variant.engine(BehaviourNet(), **FP32, fp16=fp16)
@@ -70,7 +69,6 @@ def loss_scales(variant: BehaviourVariant) -> Seen:
 
 @in_each(BLOCK, CPU)
 def learning_rates(variant: BehaviourVariant) -> Seen:
-    """Set hyperparameters in every possible way, between steps while an update is in flight."""
     engine = variant.engine(BehaviourNet())
     with slow_updates(variant):
         yield from train(engine, 2)
@@ -132,7 +130,6 @@ def backward_of_tensors(variant: BehaviourVariant) -> Seen:
 
 
 def backwards_without_a_step(variant: BehaviourVariant) -> Seen:
-    """Accumulate gradients from forward to forward until ``zero_grad``, and call the optimizer's own ``step``."""
     engine = variant.engine(BehaviourNet())
     yield from train(engine)
     for zero_grad in (False, True):
@@ -194,7 +191,6 @@ class Mixture(BehaviourNet):
 
 
 def leaf_modules(variant: BehaviourVariant) -> Seen:
-    """Let each rank's batch reach another layer, and some layers get no batch."""
     mixture = Mixture()
     model = torch.nn.Sequential(BehaviourNet(1), mixture, BehaviourNet(1))
     yield "leaves", len(set_z3_leaf_modules(model, [Mixture]))
@@ -225,7 +221,6 @@ class Shared(BehaviourNet):
 
 @in_each(BLOCK, eager(CPU))
 def parameters_with_several_uses(variant: BehaviourVariant) -> Seen:
-    """Train a network of shared parameters, every second time with two forwards before a backward."""
     engine = variant.engine(Shared(), gradient_clipping=0.0)
     with slow_updates(variant):
         for step in range(4):
@@ -237,7 +232,6 @@ def parameters_with_several_uses(variant: BehaviourVariant) -> Seen:
 
 
 def reductions(variant: BehaviourVariant) -> Seen:
-    """Train with the settings that choose how gradients are reduced, and in which dtype."""
     not_scattered = {"overlap_comm": False, "contiguous_gradients": False, "reduce_scatter": False}
     in_small_buckets = {"overlap_comm": True, "reduce_bucket_size": 10, "stage3_allgather_sequential": True}
     for settings, changes in (

@@ -34,14 +34,11 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Engines:
-    """Two engines, stock and the plugin's, whose states are the same, and a folder for checkpoints."""
-
     stock: Any
     ours: Any
     folder: Path
 
     def load(self, **options: Any) -> None:
-        """Load the checkpoint in the folder with both, and check that their states are the same."""
         for engine in (self.stock, self.ours):
             engine.load_checkpoint(str(self.folder), **options)
         assert Loaded.from_engine(self.stock).differences(Loaded.from_engine(self.ours)) == []
@@ -152,7 +149,6 @@ def excludes_frozen_parameters(engines: Engines) -> None:
 
 
 def passes_other_arguments(engines: Engines) -> None:
-    """Check calls with arguments that another package adds or has in place of DeepSpeed's."""
     engines.stock.save_checkpoint(str(engines.folder))
     check = partial(check_before_loading, engines.ours, (str(engines.folder),))
     check({})

@@ -126,7 +126,6 @@ def tags(folder: Path) -> None:
 
 
 def save_and_load_by_tag(block: Block, folder: Path) -> dict[str, Record]:
-    """Return one record for each way to save, export and load."""
     found = {}
     with closing_engine(make_case(), block) as engine, states_stay_in_place(engine.optimizer):
         train(engine, make_case(), folder)
@@ -158,10 +157,7 @@ def save_and_load_by_tag(block: Block, folder: Path) -> dict[str, Record]:
 
 
 def latest_is_written_last(folder: Path) -> None:
-    """Check that ``latest`` is written after the files of all ranks, also if no parameter stays gathered.
-
-    Where a parameter stays gathered, its gather makes the ranks wait for each other after they have written.
-    """
+    """Check that ``latest`` is written after the files of all ranks, also if no parameter stays gathered."""
     case = make_case(zero={"stage3_param_persistence_threshold": 0})
     write = TorchCheckpointEngine.save
 
@@ -178,10 +174,7 @@ def latest_is_written_last(folder: Path) -> None:
 
 
 def missing_moments(folder: Path) -> None:
-    """Load checkpoints without the moments of some or all sub-groups, as stock loads them.
-
-    Twin-Flow saves no moments of the sub-groups that it updates on the GPU. SuperOffload saves no moments at all.
-    """
+    """Load checkpoints without the moments of some or all sub-groups, as stock loads them."""
     expected = resume_in_fresh_engine(None, folder / "stock")
     for missing in ((0, 1), range(5)):
         incomplete = folder / f"incomplete {len(missing)}"
@@ -240,7 +233,6 @@ def suspended(checkpoint_engine: Any) -> Iterator[None]:
 
 
 def universal(folder: Path) -> None:
-    """Load universal checkpoints on another number of ranks than saved them, and compare with stock."""
     case = make_case(extra=UNIVERSAL)
     expected = resume_in_fresh_engine(None, folder / "stock", case)
     assert_same_bits(expected, resume_in_fresh_engine(None, folder / "ours", case))
@@ -248,7 +240,6 @@ def universal(folder: Path) -> None:
 
 
 def universal_without_optimizer_states(folder: Path) -> None:
-    """Load universal checkpoints without the optimizer's states, and compare with stock."""
     case = make_case(extra=UNIVERSAL)
     whole = resume_in_fresh_engine(CPU, folder / "ours", case)
     for load_options in ({"load_optimizer_states": False}, {"load_module_only": True}):

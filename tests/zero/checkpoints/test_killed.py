@@ -47,7 +47,6 @@ from tests.zero.random_plans import moves_in_turn
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 SERIAL_STRIDE_2, EAGER = {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}, eager(CPU)
 BLOCKS = (STRIDE_2, SERIAL_STRIDE_2, STREAMED_ONE_SLOT, EAGER, eager(STRIDE_2), eager(STRIDE_2), STRIDE_2, EAGER)
-"""The blocks of the runs that are killed in each of the phases."""
 
 PHASES = ("save", "load", "promotion", "speculation", "commit", "update", "backward", "forward")
 PARTS = {"save": 4, "load": 5, "promotion": 2, "update": 4, "commit": 4}
@@ -61,12 +60,10 @@ WRITE_S = 0.02
 LOAD_S = PROMOTION_S = 0.01
 
 MOVES = moves_in_turn((Placement.RESIDENT, 700), (Placement.CPU, 300), (Placement.STREAMED, 500))
-"""The plans of a run that is killed while units move."""
 
 
 DECOUPLED = {"checkpoint": {"writer": {"type": "python", "decoupled": True}}}
 KILLED = {"data parallel": CASE, "decoupled": replace(CASE, extra=DECOUPLED)}
-"""The cases of the runs that are killed, by the name of the training."""
 
 
 def forward(engine: Any, step: int) -> torch.Tensor:
@@ -97,10 +94,7 @@ def stock(folder: Path) -> None:
 
 
 def kill_all(pids: list[int], others_after_s: float) -> None:
-    """Kill this rank, and the others later: a launcher does so as soon as it notices that one has ended.
-
-    A rank leads a group of processes, with a decoupled writer that would outlive it.
-    """
+    """Kill this rank, and the others later: a launcher does so as soon as it notices that one has ended."""
     others = " ".join(f"-{pid}" for pid in pids if pid != os.getpid())
     command = f"sleep {others_after_s}; kill -9 {others}"
     subprocess.Popen(command, shell=True, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -240,7 +234,6 @@ def resume_and_compare(reference: Path, runs: list[tuple[Path, str, Block]]) -> 
 
 
 def kill_and_resume(folder: Path, seed: int, kills: int, name: str) -> None:
-    """Kill runs, and resume them."""
     runs = []
     chance, reference, ranks = random.Random(seed), folder / "stock", CASE.world_size
     on_ranks(ranks, stock, reference)
@@ -283,7 +276,6 @@ def last_complete(saved: Path, latest: str, reference: Path) -> str:
 
 
 def is_readable(path: Path) -> bool:
-    """Return whether a file that ``torch.save`` was writing is complete."""
     try:
         torch.load(path, weights_only=False)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
@@ -295,7 +287,6 @@ def is_readable(path: Path) -> bool:
 @pytest.mark.P4
 @pytest.mark.parametrize("name", ["data parallel", thorough("decoupled")])
 def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(name: str, tmp_path: Path) -> None:
-    """Check it on two ranks, also with a decoupled writer beside each of them."""
     kill_and_resume(tmp_path, 1, 5, name)
 
 

@@ -44,10 +44,7 @@ Damage = Callable[[Path], object]
 
 
 def damages(good: Path) -> dict[str, tuple[str, Damage]]:
-    """Return the ways to damage a file by name, each with the name of the file in the checkpoint ``good``.
-
-    Each entry of each file of the last rank is another value, and the outermost are missing, too.
-    """
+    """Return the ways to damage a file by name, each with the name of the file in the checkpoint ``good``."""
     found: dict[str, tuple[str, Damage]] = {}
     others = cycle(OTHER_VALUES)
     for kind in ("model_states.pt", "optim_states.pt"):
@@ -150,10 +147,7 @@ class Loaded:
 
 
 def load(stock: Any, ours: Any, damaged: Path, now: Path) -> tuple[str, list[str]]:
-    """Load the damaged checkpoint, and return "refused" or "loaded", with the problems of this rank.
-
-    Both engines have the same states, which the checkpoint in ``now`` holds.
-    """
+    """Load the damaged checkpoint, and return "refused" or "loaded", with the problems of this rank."""
     before, files = Loaded.from_engine(ours), digest_of(damaged)
     try:
         ours.load_checkpoint(str(damaged))
@@ -177,7 +171,6 @@ def load(stock: Any, ours: Any, damaged: Path, now: Path) -> tuple[str, list[str
 
 
 def three_parts_missing(message: str) -> list[str]:
-    """Return a problem if an error message has no rule, no value or no remedy."""
     rule, _, remedy = message.partition("\n")
     complete = " must " in rule and "found " in rule and remedy and message.count("\n") == 1 and len(message) < 2000
     return [] if complete else [f"the message is not a rule, a value and a remedy: {message}"]

@@ -40,7 +40,6 @@ WEIGHT = "the partition of layers.{}.weight must only be written to by a call th
 
 
 def writing(variant: BehaviourVariant, write: Callable[[Any], None]) -> Seen:
-    """Write after each of two steps."""
     # DeepSpeed gathers persistent parameters before the write, and with several ranks not again before forward.
     engine = variant.engine(BehaviourNet())
     for first, steps in ((0, 2), (2, 1)):

@@ -85,10 +85,7 @@ def gather(engine: Any) -> None:
 
 @contextmanager
 def failing_update(engine: Any, lane: str) -> Iterator[None]:
-    """Let rank 1 fail in the updates inside the block, at the first range of the second unit of ``lane``.
-
-    An update that was in flight before succeeds: it is waited for.
-    """
+    """Let rank 1 fail in the updates inside the block, at the first range of the second unit of ``lane``."""
     engine.optimizer._update.wait()
     placement = {"cpu": Placement.CPU, "compute": Placement.STREAMED}[lane]
     placements = engine.optimizer.plan.placements
@@ -165,7 +162,6 @@ def backward_with_failure(engine: Any) -> None:
 
 
 def affinities() -> set[frozenset[int]]:
-    """Return the different CPU affinities of the threads of this process."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         # The thread of a wait may end now.

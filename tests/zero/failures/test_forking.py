@@ -48,7 +48,6 @@ def num_mapped() -> int:
 
 
 def train(block: Block) -> Record:
-    """Train with forked processes that load data, and check that no child has the states."""
     record = Record()
     losses = record.numbers["loss"] = []
     with spacious_slabs(), closing_engine(CASE, block) as engine:

@@ -152,7 +152,6 @@ class InterruptedTraining:
         return True
 
     def _resume(self) -> None:
-        """Resume from the checkpoint after an interrupt, and compare with stock."""
         self.resuming.load_checkpoint(str(self.folder / str(self._saves)))
         found = recorded(self.resuming)
         # The update of the interrupted step has begun, or not.
@@ -178,11 +177,9 @@ BETWEEN: dict[str, Callable[[InterruptedTraining], object]] = {
     ),
     "gather": lambda training: gather(training.engine),
 }
-"""The readers that come between the two steps."""
 
 
 def interrupt_at_random_moments(number: int, training: InterruptedTraining) -> None:
-    """Interrupt ``number`` trainings of two steps at random moments."""
     chance = random.Random(f"1 {training.case.name}")
     begin_s = time.perf_counter()
     training.train_two_steps("save")

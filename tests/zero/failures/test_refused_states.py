@@ -30,8 +30,6 @@ from tests.zero.behaviour.states import BLOCKS, states
 
 
 def assign(index: int, key: str, make: Callable[[torch.Tensor], Any]) -> Callable[[Any], object]:
-    """Return a function that assigns ``make(moment)`` to the entry ``key`` of the state of sub-group ``index``."""
-
     def write(engine: Any) -> None:
         state = states(engine)[index]
         state[key] = make(state["exp_avg"])

@@ -144,7 +144,6 @@ def test_states_that_do_not_fit_into_free_host_memory_are_on_disk_without_anothe
 
 
 def save_and_be_killed(folder: Path) -> None:
-    """Save a checkpoint, and kill this process after a write of a later update."""
     write = StateFile.write
 
     def write_and_die(*arguments: Any) -> None:

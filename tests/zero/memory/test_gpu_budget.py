@@ -9,10 +9,7 @@ HALF = MARGIN // 2
 
 
 class BudgetedTraining:
-    """A training that needs some of ``total`` bytes for itself, and in which the optimizer holds all that it may.
-
-    It may fill the GPU unless it has a ``limit``. The observed steps have ``needs``, if given.
-    """
+    """A training that needs some of ``total`` bytes for itself, and in which the optimizer holds all that it may."""
 
     def __init__(self, needs: int | None = None, *, limit: int | None = None) -> None:
         self.budget = GpuBudget(start_bytes=limit or 0, margin_bytes=MARGIN, fills=limit is None)

@@ -40,8 +40,6 @@ REQUEST = PlanRequest(
 
 
 class RecordedPlan:
-    """A ``RunningPlan`` without states, which lists its calls."""
-
     uses = None
     gradients = SimpleNamespace(have_device_accumulators=False)
     executor = SimpleNamespace(end=lambda: None)
@@ -100,7 +98,6 @@ class TrainingOfOneRank:
         return 0 if self.running.is_evicted else memory_of(self.running.plan, REQUEST.setup).gpu_bytes
 
     def step(self) -> bool:
-        """Train one step, and return whether its border changed the plan."""
         self.memory.begin_forward()
         changed = self.memory.adapt(is_short_anywhere=self.memory.is_short)
         self.memory.observe()

@@ -34,7 +34,6 @@ def peak_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Let glibc return memory of any size to the system as soon as it is freed."""
     mallopt, trim_threshold, mmap_threshold, arena_max = ctypes.CDLL(None).mallopt, -1, -3, -8
     for option, value in ((trim_threshold, 0), (mmap_threshold, 65536), (arena_max, 1)):
         assert mallopt(option, value) == 1

@@ -15,7 +15,6 @@ STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
 STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
 RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STRIDE_OF_SUB_GROUPS = {"placement": "stride", "update_stride": 2}
-"""A block whose units are whole sub-groups."""
 
 WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
 WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
@@ -29,12 +28,10 @@ EVERY_PLACEMENT = (CPU, STREAMED, STREAMED_ONE_SLOT, STREAMED_MANY_SLOTS, STRIDE
 
 
 def not_deferred(block: dict[str, Any]) -> dict[str, Any]:
-    """Return ``block`` with updates that end before ``step()`` returns."""
     return {**block, **WITHOUT_FORWARD_OVERLAP}
 
 
 def eager(block: dict[str, Any]) -> dict[str, Any]:
-    """Return ``block`` with updates in backward of all units that may be eager."""
     return {**block, "eager": True}
 
 

@@ -294,7 +294,6 @@ CASES = (
         clip=0.5,
     ),
 )
-"""Cases whose bits must be those of stock."""
 
 MISSING_GRADIENTS = Case(name="no gradient in some steps", blocks=(STRIDE_2, eager(CPU)), sometimes=True, clip=0.5)
 

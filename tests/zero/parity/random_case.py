@@ -9,7 +9,6 @@ from tests.zero.parity.case import Case, ParamGroup, by_sub_group
 
 
 def random_case(seed: int, world_size: int) -> Case:
-    """Return the case of this seed, the same on every rank."""
     rng = random.Random(seed)
     dtype = rng.choice(("bf16", "bf16", "fp16", "fp32"))
     accumulation = rng.choice((1, 1, 2, 3))

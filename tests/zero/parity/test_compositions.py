@@ -55,7 +55,6 @@ class Ulysses(torch.nn.Module):
 
 
 def attend(*qkv: torch.Tensor) -> torch.Tensor:
-    """Return the causal attention of query, key and value, each of shape [batch, sequence, heads, head width]."""
     heads_first = (part.transpose(1, 2) for part in qkv)
     return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2).contiguous()
 

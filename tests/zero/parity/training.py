@@ -86,7 +86,6 @@ class Record:
     deferred: int = 0
     """The number of forwards that began while an update was in flight."""
     placements: set[str] = field(default_factory=set)
-    """The placements of the last plan's units, if the program records them."""
     speculations: Speculations = field(default_factory=Speculations)
 
 
@@ -105,7 +104,6 @@ def make_engine(case: Case, block: Block) -> Any:
 
 
 def run_variant(case: Case, block: Block) -> Record:
-    """Train the case in an engine of its own, and return the record."""
     with counted_speculations() as counts, shared_folder() as folder, closing_engine(case, block) as engine:
         return replace(train(engine, case, folder), speculations=counts)
 
@@ -123,7 +121,6 @@ def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
 
 @contextmanager
 def closing_engine(case: Case, block: Block) -> Iterator[Any]:
-    """Yield an engine that is destroyed when the context ends."""
     engine = make_engine(case, block)
     try:
         yield engine
@@ -246,14 +243,12 @@ def first_id(optimizer: Any) -> int:
 
 
 def assert_same_bits(stock: Any, ours: Any) -> None:
-    """Check that two records, or two engines, have states and parameters with the same bits."""
     expected = recorded(stock)
     assert expected.tensors, "nothing would be compared"
     assert not differences(expected, recorded(ours))
 
 
 def recorded(trained: Any) -> Record:
-    """Return the record ``trained``, or that of the states of an engine."""
     if isinstance(trained, Record):
         return trained
     record = Record()
@@ -262,7 +257,6 @@ def recorded(trained: Any) -> Record:
 
 
 def differences(expected: Record, found: Record) -> list[str]:
-    """Return one line for each list of numbers, or tensor, that is not equal to the bit."""
     values = [(name, numbers, found.numbers[name]) for name, numbers in expected.numbers.items()]
     names = sorted(expected.tensors.keys() | found.tensors.keys())
     values += [(name, expected.tensors.get(name), found.tensors.get(name)) for name in names]

@@ -51,7 +51,6 @@ STUCK_S = 60
 
 
 def units_of_layers(optimizer: Any) -> list[list[int]]:
-    """Return the units that hold the parameters of each layer."""
     units = optimizer.plan.workload.units
     found = []
     for layer in optimizer.module.layers:
@@ -105,10 +104,7 @@ def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -
 
 @ranks(2)
 def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> None:
-    """Check the orders of units in all schedules that the executor used, with overlap in forward and without.
-
-    The units of the param groups are not in the order of forward.
-    """
+    """Check the orders of units in all schedules that the executor used, with overlap in forward and without."""
     orders = []
     set_schedule = Issuer.set_schedule
     for overlap in (True, False):

@@ -64,7 +64,6 @@ QUICK = (
     TensorParallelCase("AutoTP", "fp16", "accumulation 2", zero_init=True),
     TensorParallelCase("mpu", "bf16", "clipping", zero_init=True),
 )
-"""The cases of ``make test``."""
 
 CASES = (
     *QUICK,
@@ -106,7 +105,6 @@ def tokens_of(step: int) -> torch.Tensor:
 
 
 def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int = STEPS) -> Record:
-    """Train, and return every value that must have stock's bits."""
     overflowing = False
 
     def inputs(_: Case, step: int, micro_batch: int) -> tuple[torch.Tensor]:
@@ -125,7 +123,6 @@ def train(engine: Any, case: TensorParallelCase, layout: SharedModel, steps: int
 
 
 def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int = STEPS) -> Record:
-    """Train the case in an engine of its own. With rules by name, check where they place parameters."""
     with closing_engine_of(case, layout, block) as engine:
         record = train(engine, case, layout, steps)
         if block is not None and block.get("placement") == layout.rules:
@@ -148,7 +145,6 @@ def planned_numels() -> tuple[float, int]:
 
 
 def block_of(arm: str, layout: SharedModel) -> dict[str, Any]:
-    """Return the plugin's block for one of ``ARMS``."""
     return {"placement": layout.rules, "unit_size": 700} if arm == BY_NAME else PLACEMENTS[arm]
 
 

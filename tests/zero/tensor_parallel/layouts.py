@@ -15,10 +15,8 @@ import torch.distributed as dist
 from tests.tiny_llama import INNER, VOCABULARY, WIDTH, tiny_llama
 
 MODEL_RANKS = 2
-"""The ranks that share one model."""
 
 BY_NAME = {"layers.1.mlp.": "streamed", "self_attn.o_proj": "resident", "self_attn.": "cpu", "embed_tokens": "streamed"}
-"""The rules by name for the model of AutoTP, which divides the matrices of the layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +58,6 @@ def sum_over(group: Any, partial: torch.Tensor) -> torch.Tensor:
 
 
 class MegatronBlock(torch.nn.Module):
-    """A feed-forward network whose first layer is divided by columns, and whose second by rows."""
-
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.group = group
@@ -81,8 +77,6 @@ class MegatronBlock(torch.nn.Module):
 
 
 class MegatronNet(torch.nn.Module):
-    """Blocks between an embedding and a head that every rank has; it returns the loss of ``tokens``."""
-
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
@@ -147,5 +141,4 @@ def layouts() -> dict[str, SharedModel]:
 
 
 def one_rank_per_model(config: dict[str, Any]) -> SharedModel:
-    """Return the layout of the model of ``AutoTP`` if no ranks share it, with ``config`` in DeepSpeed's config."""
     return SharedModel(make=tiny_llama, mpu=None, config=config, sharded="down_proj", by_name=BY_NAME)

@@ -113,7 +113,6 @@ def case_of(name: str) -> TensorParallelCase:
 
 
 def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder: Path) -> Record:
-    """Load the latest checkpoint in ``folder`` into a fresh engine, train, and return the record."""
     with closing_engine_of(case, layout, block) as engine:
         path, _ = engine.load_checkpoint(str(folder))
         assert path is not None
@@ -150,5 +149,4 @@ def save_and_resume(folder: Path, name: str) -> None:
 
 
 def load_on_one_rank(folder: Path) -> None:
-    """Load universal checkpoints of ranks that shared a model on one rank, which has the whole model."""
     resume_in_each_way(case_of("AutoTP"), one_rank_per_model({"checkpoint": {"load_universal": True}}), folder)

@@ -13,17 +13,13 @@ from typing import Any
 
 
 def wrap(module: str, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a function or method of the module once it is imported."""
     import wrapt
 
     wrapt.when_imported(module)(lambda imported: wrapt.wrap_function_wrapper(imported, name, wrapper))
 
 
 def gloo() -> None:
-    """Connect the ranks by Gloo before Accelerate looks for them: otherwise each rank is the only one on the CPU.
-
-    This is so with stock DeepSpeed, too.
-    """
+    """Connect the ranks by Gloo before Accelerate looks for them: otherwise each rank is the only one on the CPU."""
     import wrapt
 
     def connect(_: object) -> None:
@@ -36,10 +32,7 @@ def gloo() -> None:
 
 
 def no_torchaudio() -> None:
-    """Let LLaMA-Factory import a ``torchaudio`` that contains nothing: PyPI has no build for the PyTorch of the CPU.
-
-    It reads sound with it, which no case contains.
-    """
+    """Let LLaMA-Factory import a ``torchaudio`` that contains nothing: PyPI has no build for the PyTorch of the CPU."""
     sys.modules["torchaudio"] = module = types.ModuleType("torchaudio")
     module.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
 
