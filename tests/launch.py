@@ -76,10 +76,7 @@ _ENVIRONMENT = environment()
 
 
 def free_port() -> int:
-    """Return a free port that belongs to this worker of pytest-xdist alone, and that Linux assigns to no other socket.
-
-    So no other process takes the port before the rank that listens there, some seconds from now.
-    """
+    """Return a port of this worker of pytest-xdist that no other process takes before a rank listens there."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     share = range(10_000 + worker, 32_768, workers)
@@ -115,10 +112,7 @@ def run_ranks(
 def run_together(
     commands: list[list[str]], port: int, timeout_s: float, environments: list[dict[str, str]]
 ) -> list[Finished]:
-    """Run ``commands`` at the same time, from this repository; the ranks that they start meet at ``port``.
-
-    A process that outlives the timeout, counted from the start of all, is killed; its return code is negative then.
-    """
+    """Run ``commands`` at the same time; their ranks meet at ``port``. Kill a process that outlives the timeout."""
     processes = [
         subprocess.Popen(
             command,
@@ -190,9 +184,6 @@ def shared_buffers(pattern: str = "*") -> set[Path]:
 
 
 def open_shared_buffers() -> set[Path]:
-    """Return the buffers that a running rank has open: DeepSpeed opens one when it creates it, and never closes it.
-
-    Such a buffer must not be removed. If another rank has not opened it yet, that rank waits for it without limit.
-    """
+    """Return the buffers that a running rank has open: other ranks may still wait for them without limit."""
     files = (file for process in psutil.process_iter(["open_files"]) for file in process.info["open_files"] or ())
     return {Path(file.path) for file in files} & shared_buffers()

@@ -60,10 +60,7 @@ cli: config doctor files model.cli model.prediction model.training_run names pro
 zero:
 deep_opt_states: activation names
 """
-"""The packages that each package imports, all of them from rows above it.
-
-``model`` is ``perf_model``, and the other names are inside ``deep_opt_states``.
-"""
+"""Each package with its imports, all from rows above: ``model`` is ``perf_model``, the others are the plugin's."""
 
 ROWS = {
     package: {*imported.split()}

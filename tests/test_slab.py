@@ -159,10 +159,7 @@ class RefusedByCuda(RuntimeError):
 
 
 def simulate_cuda(patch: pytest.MonkeyPatch, *, register: int = 0, unregister: int = 0) -> mock.MagicMock:
-    """Replace CUDA, of which two calls return these codes.
-
-    As in CUDA, the last error stays until a launch raises and clears it: here each ``ones`` raises.
-    """
+    """Replace CUDA, of which two calls return these codes. A launch, here ``ones``, raises the last error."""
 
     def check_error(code: int) -> None:
         if code != 0:

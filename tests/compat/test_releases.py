@@ -1,7 +1,4 @@
-"""Check the results of ``make compat``, ``release-check`` and ``test-frameworks``, and cases of the oldest release.
-
-The newest release is the one that all other tests run with.
-"""
+"""Check the results of ``make compat``, ``release-check`` and ``test-frameworks``, and cases of the oldest release."""
 
 from __future__ import annotations
 

@@ -29,10 +29,7 @@ def seconds_left() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A command with a time limit.
-
-    ``runs_beside``: it measures no time, and runs beside its neighbours in the list that measure none either.
-    """
+    """A command with a time limit, which ``runs_beside`` its neighbours in the list that measure no time either."""
 
     name: str
     command: tuple[str, ...]

@@ -68,10 +68,7 @@ def no_gpu() -> str:
 
 
 def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu) -> int:
-    """Run the parts, write their outcomes to ``out``, and return the exit code.
-
-    ``missing`` returns the reason why no GPU can be used, or an empty string.
-    """
+    """Run the parts and return the exit code. ``missing`` returns why no GPU can be used, or ""."""
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
     log.write_text("")
@@ -176,11 +173,7 @@ def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
 
 
 def remove_compiler_locks(extensions: Path) -> None:
-    """Remove the locks of killed processes in the folder ``extensions``.
-
-    PyTorch waits forever for the lock of an extension that another process compiles. Nothing compiles while no part
-    runs, so every lock that exists then is left over.
-    """
+    """Remove the locks of killed builds, for which PyTorch would wait forever. Nothing compiles while no part runs."""
     for lock in extensions.rglob("lock"):
         lock.unlink(missing_ok=True)
 

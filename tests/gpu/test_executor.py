@@ -1,7 +1,4 @@
-"""Test that the executor on CUDA streams gives the serial bits, also for units of more than 4 GiB, and page-locks.
-
-The updates consist of little but copies, so that a missing wait gives wrong numbers.
-"""
+"""Test that the executor on CUDA streams gives the serial bits, also for units of more than 4 GiB, and page-locks."""
 
 from __future__ import annotations
 

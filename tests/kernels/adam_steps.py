@@ -1,8 +1,4 @@
-"""Run steps of Adam on one sub-group, with one of our kernels or as stock's ``step()`` does in three passes.
-
-Tensors are random, or such that rounding, overflow, underflow and NaN are difficult, at any alignment and between
-guards.
-"""
+"""Run steps of Adam on one sub-group, with one of our kernels or as stock's ``step()`` does in three passes."""
 
 from __future__ import annotations
 
@@ -62,8 +58,7 @@ def fused(
 
 
 class Stock:
-    """The update of stock: ``unscale_and_clip_grads``, DeepSpeedCPUAdam's ``step()`` and ``copy_``, as in
-    ``stage3.py``."""
+    """The update of stock: ``unscale_and_clip_grads``, DeepSpeedCPUAdam's ``step()`` and ``copy_``."""
 
     def __init__(self, tensors: AdamTensors, *, adamw: bool) -> None:
         self._master = torch.nn.Parameter(tensors.master)
@@ -174,10 +169,7 @@ def difficult_tensors(
 
 
 def rounded_upper_halves(param_dtype: torch.dtype) -> tuple[AdamTensors, AdamTensors]:
-    """Return tensors whose masters stay without weight decay, and what they are after an update.
-
-    The masters have all 65,536 upper halves, with lower halves at, above and below a tie, infinities and NaN included.
-    """
+    """Return masters with all upper halves and lower ones around ties, before and after an update without decay."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
     lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = (upper[:, None] + lower[None, :].int()).flatten().view(torch.float32).contiguous()

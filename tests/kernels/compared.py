@@ -49,11 +49,7 @@ def compared(
     block: BlockShape | None = None,
     device: str = "cpu",
 ) -> list[str]:
-    """Return the differences between the two kernels for difficult values, also outside of the ranges of an update.
-
-    The kernel for GPUs works on ``device``.
-    The first and the last step update the whole sub-group, and the second one every other range.
-    """
+    """Return the differences for difficult values. The second step updates every other range, the others the whole."""
     gpu = TritonAdam(gpu_arithmetic, BETAS, adamw=adamw, device=torch.empty(0, device=device).device, block=block)
     cpu = FusedAdam(cpu_arithmetic or gpu_arithmetic, BETAS, adamw=adamw, num_threads=1)
     theirs, gradient = difficult_tensors(numel, grad_dtype, param_dtype, dtypes, seed)

@@ -56,11 +56,7 @@ class Compiled:
         return self.arithmetic[name] + 2 * self.arithmetic[f"{name}x2"]
 
     def machine_operations(self, folder: Path) -> Counter[str]:
-        """Count FADD, FMUL and FFMA in the machine code; a packed instruction is two.
-
-        Instructions with a suffix, such as ``FMUL.FTZ``, are left out: they occur in the sequences that ptxas generates
-        for a division or a square root, which are correctly rounded as a whole.
-        """
+        """Count FADD, FMUL and FFMA, packed ones twice, and not those of divisions, which have a suffix."""
         cubin = folder / "kernel.cubin"
         cubin.write_bytes(self.cubin)
         nvdisasm = triton.knobs.nvidia.nvdisasm.path
@@ -132,10 +128,7 @@ def check_rounding(compiled: Compiled) -> None:
 
 
 def check_nothing_is_contracted(compiled: Compiled, sums: int, folder: Path) -> None:
-    """Raise ``AssertionError`` if a product was fused into one of the ``sums`` of the source, or into a sum of the PTX.
-
-    A contraction turns an FMUL and an FADD into one FFMA. A division may add FMULs, but no FADD.
-    """
+    """Raise if a product was fused into a sum, which turns FMUL and FADD into one FFMA. A division may add FMULs."""
     found = compiled.machine_operations(folder)
     in_ptx = {name: compiled.operations(f"{name}.rn.f32") for name in ("add", "mul")}
     assert found["FADD"] == in_ptx["add"] == sums, f"{found} for {in_ptx}, and {sums} sums in the source"

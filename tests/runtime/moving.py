@@ -70,11 +70,7 @@ class MovingIteration:
 
 
 class MovingTraining:
-    """The training of ``model`` on ``device`` through the memory and the executor of a rank.
-
-    ``adam`` updates on the host and on the device, which have kernels of their own by default. ``options`` are those of
-    the executor.
-    """
+    """A training through the memory and the executor, which gets the ``options``; ``adam`` replaces both kernels."""
 
     late_s = 0.0
 
@@ -285,11 +281,7 @@ def train_serially(model: Model, iterations: Sequence[MovingIteration]) -> list[
 
 
 def random_plan(chance: random.Random, model: Model) -> UpdatePlan:
-    """Return a plan with random cuts, placements, slots, order and eager units.
-
-    Half of the plans have cuts anywhere, so that the last elements of a sub-group, which a kernel does not update as
-    vectors, are in several units.
-    """
+    """Return a random plan. Half have cuts anywhere, so that a sub-group's last elements are in several units."""
     multiple = chance.choice((1, BORDER_MULTIPLE))
     units: list[Unit] = []
     for sub_group, numel in enumerate(model.numels):

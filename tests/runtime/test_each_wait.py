@@ -157,10 +157,7 @@ RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (
 
 
 def gradients() -> bool:
-    """Copy all gradients of ``RUNS`` to host memory, and other ones from there to the accelerator.
-
-    Each gradient's own memory is overwritten as soon as it is sent, as DeepSpeed does with its bucket.
-    """
+    """Copy gradients in both directions. Their memory is overwritten when they are sent, as DeepSpeed does."""
     device = SoftwareDevice()
     staging = Staging(device, BUFFER_NUMEL, torch.float32)
     host, other = (device.empty_host(NUMEL, torch.float32).fill_(value) for value in (-1, -2))

@@ -1,8 +1,4 @@
-"""Check units that move between updates, resident states as a write-back cache, speculated steps, and restarts.
-
-The bits are those of updating whole sub-groups one after the other, wherever units are cut and placed and whenever they
-move.
-"""
+"""Check units that move between updates, resident states as a write-back cache, speculated steps, and restarts."""
 
 from __future__ import annotations
 
@@ -167,16 +163,10 @@ def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_is_a_fault() -> Non
 # Speculated steps
 
 
-def keep_all(issuer: Issuer, is_valid: Callable[[int], bool]) -> None:
-    KEEP(issuer, lambda unit: True)
-
-
 KEEP = Issuer.keep_speculations
-
-
 LEFT_OUT: dict[str, tuple[type, str, Callable[..., None]]] = {
     "no COMMIT": (Actions, "_commit", lambda actions, action: None),
-    "all are kept": (Issuer, "keep_speculations", keep_all),
+    "all are kept": (Issuer, "keep_speculations", lambda issuer, is_valid: KEEP(issuer, lambda unit: True)),
     "none is forgotten": (Executor, "_forget_speculations", lambda executor: None),
     "no version is written back": (ShadowStates, "write_back", lambda shadows: None),
 }

@@ -1,7 +1,4 @@
-"""Check schedules on the software GPU: safe ones have no race and give the serial bits, and unsafe ones are refused.
-
-Each unsafe schedule also has a race or gives a wrong number, so that the checker refuses nothing without need.
-"""
+"""Check schedules on the software GPU: safe ones have no race and give the serial bits, and unsafe ones are refused."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deep_opt_states.sharing import share_layers
 from deep_opt_states.sharing.layers import Scale
+from tests.zero.parity.case import Case
 from tests.zero.parity.training import Block, Record, collect
 
 WIDTH, TOKENS = 10, 13
@@ -72,21 +73,10 @@ class SharingCase:
     accumulation: int = 1
 
     def ds_config(self, block: Block) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": 0.3,
-            "steps_per_print": 10**9,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "bf16": {"enabled": self.dtype == "bf16"},
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "cpu"},
-                "sub_group_size": 120,
-                "stage3_param_persistence_threshold": 20,
-            },
-        }
-        return config if block is None else {**config, "deep_optimizer_states": block}
+        zero, more = {"stage3_param_persistence_threshold": 20}, {"train_micro_batch_size_per_gpu": 2}
+        sizes = {"accumulation": self.accumulation, "sub_group_size": 120, "zero": zero, "extra": more}
+        case = Case(name="shared", blocks=(), dtype=self.dtype, clip=0.3, schedule=False, **sizes)
+        return case.ds_config(block)
 
     def make_model(self, config: dict[str, Any] | None = None) -> torch.nn.Module:
         """Return the model with shared layers, partitioned from the start if ``zero_init`` and there is a config."""

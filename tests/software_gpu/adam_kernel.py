@@ -1,8 +1,4 @@
-"""Execute launches of the Triton kernel by the C++ kernel, which has the same arithmetic, on a stream of the device.
-
-``TritonAdam`` itself is unchanged: it checks the tensors, chooses the ranges and converts the scalars. So the arguments
-here are those of ``triton_kernel.update``.
-"""
+"""Execute launches of the Triton kernel by the C++ kernel, which has the same arithmetic, on a stream of the device."""
 
 from __future__ import annotations
 

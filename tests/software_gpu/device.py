@@ -250,11 +250,7 @@ def launch(
     gpu_s: float = 0.0,
     latency_s: float = 0.0,
 ) -> None:
-    """Enqueue ``function`` on the current stream, as a kernel that takes so many seconds of the GPU.
-
-    The function must not hold references to tensors of the device, because a kernel does not. It works on ``host_view``
-    of them. ``reads`` and ``writes`` are for the race check.
-    """
+    """Enqueue ``function`` as a kernel. It holds no tensors of the device, but works on ``host_view`` of them."""
     _enqueue(function, name, COMPUTE_ENGINE, amounts(gpu=gpu_s), latency_s, ranges(reads, writes))
 
 
@@ -315,11 +311,7 @@ def take_spans() -> list[TaskSpan]:
 
 
 def take_lag_s() -> float:
-    """Return the longest time since the last call by which this machine was behind the emulated one.
-
-    It is the time from the emulated end of a copy, a kernel or work of the host until the thread that executes it could
-    go on: that thread was woken late, or its arithmetic took longer than the emulated machine would have needed.
-    """
+    """Return the longest time by which a thread of this machine was behind the emulated one since the last call."""
     return float(call("take_lag_s"))
 
 
@@ -361,10 +353,7 @@ def recorded_host_waits() -> Iterator[list[Wait]]:
 
 @contextmanager
 def host_work(**used: float) -> Iterator[None]:
-    """Let the work inside take as long as it would on the emulated machine, beside everything else that runs there.
-
-    ``used`` are amounts by resource: ``cpu`` in seconds, ``host_memory`` in bytes.
-    """
+    """Let the work inside take emulated time: ``cpu`` in seconds, ``host_memory`` in bytes."""
     work = call("begin_host_work", amounts(**used))
     try:
         yield

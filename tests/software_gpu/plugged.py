@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -67,10 +67,6 @@ class SoftwareAccelerator(CPU_Accelerator):
     ByteTensor = staticmethod(partial(torch.tensor, dtype=torch.uint8, device=DEVICE_TYPE))
 
 
-def _delegate(name: str, function: Callable[[], Any]) -> None:
-    setattr(SoftwareAccelerator, name, lambda self, device_index=None: function())
-
-
 for _name, _function in {
     **{
         name: getattr(device, name)
@@ -86,7 +82,7 @@ for _name, _function in {
     "total_memory": lambda: device.mem_get_info()[1],
     "available_memory": lambda: device.mem_get_info()[0],
 }.items():
-    _delegate(_name, _function)
+    setattr(SoftwareAccelerator, _name, lambda self, device_index=None, function=_function: function())
 
 
 class TorchWithDevice:
@@ -112,13 +108,7 @@ TORCH: Any = TorchWithDevice()
 
 @contextmanager
 def plugged(settings: Settings | None = None, chunk_bytes: int = cuda.CHUNK_BYTES) -> Iterator[None]:
-    """Train on the device inside this context. Engines must be created and destroyed inside it.
-
-    ``chunk_bytes`` is the size of the chunks of our copies.
-    The function that chooses the device by the accelerator's name is replaced, because it knows CUDA and the CPU only.
-
-    ``device.register`` must have been called, and the process group must be of the backend in ``process_group.py``.
-    """
+    """Train on the registered device inside this context, in which engines must be created and destroyed."""
     original = get_accelerator()
     settings = settings or Settings()
     with applied(settings), ExitStack() as patches:

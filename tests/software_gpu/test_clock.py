@@ -1,7 +1,4 @@
-"""Check the time model: its rules on a clock of its own, and emulated durations of copies and kernels on the device.
-
-Emulated durations are numbers of the model, on a clock that does not depend on how fast this machine is.
-"""
+"""Check the time model: its rules on a clock of its own, and emulated durations of copies and kernels on the device."""
 
 from __future__ import annotations
 

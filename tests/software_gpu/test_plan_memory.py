@@ -134,10 +134,7 @@ def adopt(name: str, optimizer: Any) -> None:
 
 
 def train(training: Training, block: Block, stock_bytes: int = 0) -> tuple[Record, int]:
-    """Train, and check the memory of each plan beyond ``stock_bytes``.
-
-    Return the bits, and the least bytes that are allocated after a step.
-    """
+    """Train and check each plan's memory beyond ``stock_bytes``; return the bits and the least bytes after a step."""
     # Tensors that DeepSpeed has kept of the engine before are not counted.
     gc.collect()
     before = device.memory_allocated()

@@ -18,10 +18,7 @@ from tests.fork_server import freeze_imported
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Run the block in a process group of all ranks, and end the process when the block has succeeded.
-
-    In the block, memory that our device has allocated and not written yet holds NaN.
-    """
+    """Run the block in a process group, with NaN in our device's unwritten memory, and end the process."""
     # Imported here, since some scripts must not have imported the plugin.
     from deep_opt_states.device.cpu import HostDevice
 

@@ -28,12 +28,7 @@ KINDS = {f"{one.value} to {other.value}" for one in Placement for other in Place
 
 @dataclass
 class MoveCounts:
-    """The moves of one or more trainings on one rank.
-
-    ``kinds`` counts units of new plans by the old and the new placement of their first element, if these differ.
-    ``recut_plans`` counts new plans that cut sub-groups elsewhere than the plan before. ``evictions`` and
-    ``restorations`` count how often the memory of a plan was given back, and reserved again.
-    """
+    """The moves on one rank: ``kinds`` by old and new placement, plans with other cuts, evictions and restorations."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     recut_plans: int = 0
@@ -67,11 +62,7 @@ which it is given back as before a larger input, on one rank alone."""
 
 
 def random_moves(seed: int, moved: MoveCounts, change_after: float) -> AbstractContextManager[None]:
-    """Return a context in which engines run a random plan after a share ``change_after`` of their steps.
-
-    Sometimes the memory of the plan is given back before that, or before a forward, until the next step. The plan is
-    the same on every rank. ``moved`` counts what moves.
-    """
+    """Return a context in which engines run random plans after some steps, and sometimes lose the memory of one."""
     rng, evictions = random.Random(seed), random.Random(f"evictions {seed}")
     evictions_in_forward = random.Random(f"evictions in forward {seed} {dist.get_rank()}")
 

@@ -1,7 +1,4 @@
-"""Check that all ranks run the same plan or none runs any, and that no rank waits for another forever.
-
-Also check the releases of DeepSpeed that were not tested, and how ranks share the cores of a node.
-"""
+"""Check that all ranks run the same plan or none runs any, and that no rank waits for another forever."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The reported exposed time is the time for which the computing stream waits for the update, however it waits.
-
-The streams run on a virtual clock, and the forward has DeepSpeed's order of waits.
-"""
+"""The reported exposed time is the time for which the computing stream waits for the update, however it waits."""
 
 from __future__ import annotations
 

@@ -88,10 +88,7 @@ def rows(seed: int) -> torch.Tensor:
 def step_after(
     block: Block, disturb: Callable[[Any], object], accumulation: int = 1, *, uses_second: bool = True, **zero: Any
 ) -> Any:
-    """Return the norm and the masters after two steps, between which ``disturb`` is called; or the name of the error.
-
-    The first step uses the second layer.
-    """
+    """Return norm and masters after two steps with ``disturb`` in between, or the name of the error."""
     engine = engine_of(LayersInTurn(), block, accumulation, **zero)
     try:
         for first, uses in ((1, True), (20, uses_second)):
@@ -189,10 +186,7 @@ def relative_difference(expected: dict[str, torch.Tensor], found: dict[str, torc
 
 @ranks(1, thorough(2))
 def test_repeated_gradients_are_summed_which_stock_refuses_or_loses() -> None:
-    """Check reentrant checkpointing of a shared layer. Without it, autograd sums the gradients of all uses.
-
-    When stock neither raises nor loses gradients, DeepSpeed has fixed it, and our deviation is to be removed.
-    """
+    """Check reentrant checkpointing of a shared layer. When stock sums its gradients, remove our deviation."""
     for block, bucket, accumulation in ((CPU, LARGE, 1), (STREAMED, SMALL, 1), (STREAMED, ONE_ELEMENT, 2)):
         expected = gradients_of_shared_layer(None, LARGE, accumulation, recomputed=False)
         found = gradients_of_shared_layer(block, bucket, accumulation, recomputed=True)
@@ -232,11 +226,7 @@ def traffic(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
 
 
 def check_traffic(block: dict[str, Any], accumulation: int, found: dict[str, Any], *, sums_stay: bool) -> None:
-    """Check the bytes and copies in each direction.
-
-    ``sums_stay`` is true if sums over micro-batches stay on the accelerator, and false if they are in host memory, as
-    stock's are.
-    """
+    """Check bytes and copies. ``sums_stay`` on the accelerator, or are in host memory, as stock's are."""
     label = f"{block}, {accumulation} micro-batches"
     once = found["steps"] * found["element_bytes"] * found["cpu_numel"]
     if accumulation > 1 and not sums_stay:

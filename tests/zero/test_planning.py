@@ -213,10 +213,7 @@ def test_the_log_gives_the_memory_of_each_placement_or_the_reason_why_nothing_is
 def plan_of_training(
     job: Job, machine_of_preset: MachinePreset, printed: dict[str, Any], folder: Path
 ) -> tuple[UpdatePlan, PredictedUpdate]:
-    """Return the plan that the ranks run after the first steps, and the prediction that they report for it.
-
-    The measurements of these steps are what ``plan`` assumes.
-    """
+    """Return the plan after the first steps, with the measurements that ``plan`` assumes, and its prediction."""
     path, ds_config, assumed = folder / "profile.json", printed["deepspeed_config"], dict(printed["windows"])
     path.write_text(machine_of_preset.profile(job.world_size).to_json())
     windows, uses = Windows(slowdown=Slowdown(cpu=assumed.pop("cpu_slowdown")), **assumed), tuple(job.shape.uses())

@@ -1,8 +1,4 @@
-"""Check that the plugin uses DeepSpeed's private names, which any release may change, in ``zero/internals/`` only.
-
-Elsewhere, ``stage3.py`` and the file of its base class override private hooks, and ``activation.py`` names the methods
-that it wraps. ``private_names.py`` lists all, so that the plugin finds out whether an untried release has them.
-"""
+"""Check that the plugin uses DeepSpeed's private names, which any release may change, in ``zero/internals/`` only."""
 
 from __future__ import annotations
 

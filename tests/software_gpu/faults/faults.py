@@ -1,7 +1,4 @@
-"""List the seeded faults, each of which takes one wait or one order away, and the check that finds it.
-
-The race check must report the two accesses.
-"""
+"""List the seeded faults, each of which takes one wait or one order away, and the check that finds it."""
 
 from __future__ import annotations
 
@@ -95,10 +92,7 @@ FULL_WITH_THE_SHARED_LAYER = {"reduce_bucket_size": 23 * 23 + 23, "reduce_scatte
 """A bucket with the exact size of the shared layer: DeepSpeed reduces it before it adds any other gradient."""
 
 NO_PERSISTENT = {"stage3_param_persistence_threshold": 0}
-"""Without persistent parameters DeepSpeed does not synchronize the whole device at the end of its step.
-
-It does so with several ranks, when it gathers them.
-"""
+"""With one rank and persistent parameters, DeepSpeed synchronizes the whole device at the end of its step."""
 
 
 sums_on_the_host = combined(patched(AcceleratorChoice, "fits_accumulators", lambda *_: False))

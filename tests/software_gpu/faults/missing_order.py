@@ -116,10 +116,7 @@ forward_does_not_wait = combined(missing(Executor, "publish"), missing(Executor,
 
 
 def worker_begins_after_the_step() -> AbstractContextManager[object]:
-    """Submit the worker's actions at the end of ``step()``.
-
-    DeepSpeed waits there for the whole device, and so for all that the worker has published before.
-    """
+    """Submit the worker's actions at the end of ``step()``, after DeepSpeed has waited for the whole device."""
     nothing_in_begin = property(lambda _: 0, lambda _, __: None)
     return mock.patch.object(Issuer, "first_of_caller", nothing_in_begin, create=True)
 
@@ -156,10 +153,7 @@ backward_does_not_wait = combined(
     replaced(Executor, "prefetch", _prefetch_anyway),
     missing(Executor, "forget_replaced_tensors"),
 )
-"""Remove backward's waits for the end of the update, in both of its hooks, and prefetch in spite of the update.
-
-The executor refuses to forget gradients while an update is pending. No script here sets any: none are to forget.
-"""
+"""Remove backward's waits for the update in both of its hooks, and prefetch and forget gradients in spite of it."""
 
 
 def resident_states_with(fault: Callable[[ResidentStates], object]) -> Callable[[], AbstractContextManager[object]]:

@@ -73,10 +73,7 @@ class KeepsActivations(torch.autograd.Function):
 
 
 class GrowingNet(torch.nn.Module):
-    """Linear layers of the case's widths, each with experts. ``tokens`` has the expert of each token.
-
-    All experts have the capacity that the busiest needs, so that the activations have as many tokens as that receives.
-    """
+    """Linear layers with experts, by token in ``tokens``. All experts have the capacity that the busiest one needs."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -116,11 +113,7 @@ def train_on_gpu(
     *,
     tries_again: bool = False,
 ) -> tuple[Record, Seen]:
-    """Train on a GPU with ``memory_bytes``, and return the bits and all that was seen. Raise its out-of-memory error.
-
-    ``after_step`` gets the engine and the number of steps that are done. If ``tries_again``, a micro-batch that raises
-    the error is trained once more.
-    """
+    """Train on a GPU of this size. If ``tries_again``, a micro-batch without memory is trained once more."""
     case = replace(case, accumulation=len(steps[0].tokens))
     record, seen = Record(), Seen()
     # After an error, DeepSpeed keeps references to tensors of the engine before this one.
@@ -170,10 +163,7 @@ def forward_and_backward(engine: Any, inputs: tuple[torch.Tensor, torch.Tensor])
 
 
 def batch(case: Case, number: int, tokens: int, busiest: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs of so many tokens, the same whenever rank and ``number`` are the same.
-
-    The first expert receives ``busiest`` of them, or all, and the others the rest.
-    """
+    """Return inputs of so many tokens by rank and ``number``; the first expert receives ``busiest`` of them, or all."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     x = torch.randn(4, case.widths[0], generator=generator).to(DTYPES[case.dtype])
     experts = torch.arange(tokens) % (EXPERTS - 1) + 1

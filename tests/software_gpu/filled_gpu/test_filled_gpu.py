@@ -25,7 +25,9 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import GIB
 from tests.tiers import thorough
 from tests.zero.parity.case import Case
-from tests.zero.parity.training import Block, Record, assert_same_bits, differences
+from tests.zero.parity.training import Block, Record, assert_same_bits, differences, gathered
+
+pytestmark = [pytest.mark.P1, pytest.mark.P6]
 
 BLOCK = CASE.blocks[0]
 SHORT, LONGEST = 64, 6000
@@ -88,14 +90,10 @@ def trained(
     with short, redirect_stdout(log):
         ours, seen = train_on_gpu(steps, BLOCK, memory_bytes)
     assert_same_bits(stock, ours)
-    fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, seen.fingerprints)
-    assert fingerprints.count(seen.fingerprints) == len(fingerprints)
+    assert all(each == seen.fingerprints for each in gathered(seen.fingerprints))
     return seen, log.getvalue()
 
 
-@pytest.mark.P1
-@pytest.mark.P6
 @ranks(1, thorough(2), group=software_process_group, timeout_s=600)
 def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_one() -> None:
     stock, _ = train_on_gpu(FILLED, None)
@@ -152,11 +150,7 @@ def with_fault(fault: Fault) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Growth:
-    """A training that needs more memory from one forward to the next, on a GPU with ``memory_mib``.
-
-    With ``out_of_memory`` it fails, and with ``wrong_bits`` it has others than stock. If ``tries_again``, the script
-    trains a micro-batch once more after an out-of-memory error.
-    """
+    """A training whose need for memory grows. It fails with the fault ``out_of_memory``, or has ``wrong_bits``."""
 
     memory_mib: int
     steps: list[Step]
@@ -197,10 +191,7 @@ BALANCED = 8
 
 
 def by_values(memory_mib: int, margin_mib: int, grown: Step, fault: Fault, *small_layers: int, **others: Any) -> Growth:
-    """Return a training whose need grows by values, which the inputs do not show.
-
-    Stock leaves about 140 MiB of the memory free, and all states take less.
-    """
+    """Return a training whose need grows by values, which inputs do not show. Stock leaves about 140 MiB free."""
     balanced = Step((TOKENS,), busiest=64)
     block = {**BLOCK, "gpu_memory_margin_gb": margin_mib * 2**20 / 1e9}
     case = replace(CASE, blocks=(block,), widths=(64, 3000, 3000, 64, *small_layers))
@@ -239,8 +230,6 @@ def check_memory(growth: Growth) -> Seen:
     return seen
 
 
-@pytest.mark.P1
-@pytest.mark.P6
 @pytest.mark.parametrize("name", ["inputs", *map(thorough, list(AT_ONCE)[1:])])
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_a_need_that_grows_is_met_and_not_with_a_fault(name: str) -> None:
@@ -249,8 +238,6 @@ def test_a_need_that_grows_is_met_and_not_with_a_fault(name: str) -> None:
     assert takes_memory(seen)
 
 
-@pytest.mark.P1
-@pytest.mark.P6
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met() -> None:
     """Check that no memory is taken, since none is free at the peak; with the fault, a plan takes it."""
@@ -264,8 +251,6 @@ def residents(seen: Seen) -> list[int]:
     return [placed["resident"] for placed in seen.placed]
 
 
-@pytest.mark.P1
-@pytest.mark.P6
 @pytest.mark.thorough
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_states_leave_within_a_forward_that_takes_half_of_the_margin() -> None:
@@ -275,8 +260,6 @@ def test_states_leave_within_a_forward_that_takes_half_of_the_margin() -> None:
     assert residents(seen)[BALANCED - 1] > residents(seen)[-1]
 
 
-@pytest.mark.P1
-@pytest.mark.P6
 @pytest.mark.parametrize("name", ["at once in forward", thorough("at once in backward")])
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of_stock(name: str) -> None:

@@ -9,10 +9,8 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from tests.launch import answer
 from tests.software_gpu import device
@@ -22,7 +20,16 @@ from tests.software_gpu.ranks import software_process_group
 from tests.software_gpu.settings import Settings
 from tests.zero.parity.case import NO_THROUGHPUT_TIMER, Case
 from tests.zero.parity.random_case import random_case
-from tests.zero.parity.training import Block, Record, closing_engine, differences, run_variant, shared_folder, train
+from tests.zero.parity.training import (
+    Block,
+    Record,
+    closing_engine,
+    differences,
+    gathered,
+    run_variant,
+    shared_folder,
+    train,
+)
 
 
 def checked(
@@ -30,8 +37,6 @@ def checked(
 ) -> tuple[Record, list[str], str]:
     """Train the case on the device under its race check, and return the record, the races and the schedule."""
     case = replace(case, extra={**case.extra, **NO_THROUGHPUT_TIMER})
-    # DeepSpeed's CPU accelerator returns False on some CPUs, but trains fp16 on all of them.
-    get_accelerator().is_fp16_supported = lambda: True
     with plugged(Settings(racecheck=True)), script(), shared_folder() as folder:
         with closing_engine(case, block) as engine:
             schedule = "" if block is None else str(engine.optimizer.plan.schedule)
@@ -40,19 +45,13 @@ def checked(
         return record, take_races(), schedule
 
 
-def gather_from_ranks(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def main(arguments: list[str]) -> None:
     for argument in arguments:
         case = random_case(int(argument), dist.get_world_size())
         (block,) = case.blocks
         record, races, schedule = checked(case, block)
         found = differences(run_variant(case, None), record)
-        result = {"races": gather_from_ranks(races), "differences": gather_from_ranks(found)}
+        result = {"races": gathered(races), "differences": gathered(found)}
         if dist.get_rank() == 0:
             answer({"case": case.name, "block": block, "schedule": schedule, **result})
 

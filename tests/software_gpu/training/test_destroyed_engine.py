@@ -1,8 +1,4 @@
-"""Test that a destroyed engine, and one whose parameters are offloaded, leave only stock's memory on the device.
-
-The optimizer is still referenced when its engine is destroyed: DeepSpeed's hooks on the model often keep this
-reference.
-"""
+"""Test that a destroyed engine, and one whose parameters are offloaded, leave only stock's memory on the device."""
 
 from __future__ import annotations
 

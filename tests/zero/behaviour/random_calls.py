@@ -114,10 +114,7 @@ AFTER_A_STEP: Sequence[Call] = (skip_a_step, access_between_backward_and_step, e
 
 
 def calls_in_random_order(seed: int, counted: Counter[str]) -> Scenario:
-    """Return the scenario of this seed, which counts the calls during an update ("pending") and the eager units.
-
-    Updates start in backward with odd seeds, unless all parameters are persistent.
-    """
+    """Return the scenario of this seed, eager if odd, which counts its calls during an update and its eager units."""
     drawn = random.Random(seed)
     block = eager(CPU) if seed % 2 else {**random_block(drawn), "overlap_forward": True}
     changes = {

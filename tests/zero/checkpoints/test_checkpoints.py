@@ -72,10 +72,7 @@ def resume_in_fresh_engine(block: Block, folder: Path, case: Case | None = None,
 
 
 def save(folder: Path) -> None:
-    """Save with every variant, and check that the files have stock's types, order of keys and sizes of storage.
-
-    The job ``resume`` checks the bits: stock's padding holds arbitrary elements of backward's buffers.
-    """
+    """Save with every variant, and compare types, keys and sizes with stock's. Stock's padding is arbitrary."""
     saved = {}
     for name, block in VARIANTS.items():
         with closing_engine(make_case(), block) as engine, states_stay_in_place(engine.optimizer):

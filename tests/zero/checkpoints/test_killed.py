@@ -41,7 +41,7 @@ from tests.ranks import ended_ranks, on_ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import CPU, STREAMED_ONE_SLOT, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
 from tests.zero.parity.parity_model import batch
-from tests.zero.parity.training import Block, assert_same_bits, closing_engine, recorded
+from tests.zero.parity.training import Block, assert_same_bits, closing_engine, gathered, recorded
 from tests.zero.random_plans import moves_in_turn
 
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
@@ -107,8 +107,7 @@ def victim(name: str, folder: Path, block: Block, moment: tuple[Any, ...], pause
     # DeepSpeed's launcher sets these.
     os.environ.update(CROSS_RANK="0", CROSS_SIZE="1")
     current_step, parts = [0], count(1)
-    pids: list[int] = [0] * CASE.world_size
-    dist.all_gather_object(pids, os.getpid())
+    pids = gathered(os.getpid())
 
     def mark(phase: str, step: int | None = None) -> None:
         current_step[0] = current_step[0] if step is None else step

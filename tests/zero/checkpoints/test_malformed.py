@@ -26,7 +26,7 @@ from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deep_opt_states.zero.checkpoint_check import CheckpointError
 from tests.ranks import on_ranks
 from tests.zero.parity.case import STRIDE_2, Case
-from tests.zero.parity.training import Record, closing_engine, differences, recorded, shared_folder, train
+from tests.zero.parity.training import Record, closing_engine, differences, gathered, recorded, shared_folder, train
 
 STEPS = 3
 TAG = f"global_step{STEPS}"
@@ -69,7 +69,7 @@ def damages(good: Path) -> dict[str, tuple[str, Damage]]:
             "no file": Path.unlink,
             "a folder": replace_by_a_folder,
             "another file": lambda path, other=other.name: shutil.copy(path.parent / other, path),
-            "a pipe": replace_by_a_pipe,
+            "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
         }
         found |= {f"{name} in {kind}": (file, way) for name, way in ways.items()}
     for content in (b"", b"text", b"\0" * 1000, b"\xff\n", b"x" * 100_000):
@@ -112,11 +112,6 @@ def overwrite(share: float, path: Path) -> None:
 def replace_by_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
-
-
-def replace_by_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def digest_of(folder: Path) -> str:
@@ -176,12 +171,6 @@ def three_parts_missing(message: str) -> list[str]:
     return [] if complete else [f"the message is not a rule, a value and a remedy: {message}"]
 
 
-def everywhere(action: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, action())
-    return results
-
-
 def load_damaged_checkpoints() -> list[tuple[str, str, list[str]]]:
     """Return each damage, its outcome and the problems of all ranks; at the end, those of training on."""
     case = Case(name="malformed", blocks=(STRIDE_2,), world_size=2, steps=STEPS, clip=0.5, frozen=True)
@@ -199,13 +188,13 @@ def load_damaged_checkpoints() -> list[tuple[str, str, list[str]]]:
                 way(damaged / file)
                 print(f"checkpoint {number}: {name}", flush=True)
             dist.barrier()
-            outcomes, problems = zip(*everywhere(partial(load, stock, ours, damaged, now)), strict=True)
+            outcomes, problems = zip(*gathered(load(stock, ours, damaged, now)), strict=True)
             disagree = [] if len(set(outcomes)) == 1 else ["the ranks disagree"]
             found.append((name, outcomes[0], [*chain.from_iterable(problems), *disagree]))
             if dist.get_rank() == 0:
                 shutil.rmtree(damaged)
         records = [train(engine, case, folder) for engine in (stock, ours)]
-        unequal = chain.from_iterable(everywhere(partial(differences, *records)))
+        unequal = chain.from_iterable(gathered(differences(*records)))
     return [*found, ("none", "trained on", list(unequal))]
 
 

@@ -1,8 +1,4 @@
-"""Let rank 1 fail: every rank stops, none hangs, all recover from a checkpoint, and no thread stays bound.
-
-A failure in ``step()`` is raised there. A failure of an update that is in flight during the next forward stops all
-ranks at the first call that uses or saves the inconsistent states.
-"""
+"""Let rank 1 fail: every rank stops, none hangs, all recover from a checkpoint, and no thread stays bound."""
 
 from __future__ import annotations
 

@@ -79,10 +79,7 @@ def train(block: Block) -> Record:
 
 
 def exit_after_callbacks() -> int:
-    """End a child as a script ends, and return the number of mapped states.
-
-    Without the finalization of C++ objects, in which the child hangs with stock, too.
-    """
+    """End a child as a script, but without C++'s finalization, which hangs with stock, and return its mapped states."""
     mapped = num_mapped()
     # The child must not wait for an update of the parent: it does not have the threads that run the update.
     mock.patch.object(Executor, "failed_within", side_effect=lambda *_: os._exit(50)).start()

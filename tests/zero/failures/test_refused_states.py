@@ -1,7 +1,4 @@
-"""Assign states that no update can use on the last rank: every rank raises before anything is updated.
-
-The step can be repeated after the states were repaired.
-"""
+"""Assign states that no update can use on the last rank: every rank raises before anything is updated."""
 
 from __future__ import annotations
 
@@ -37,10 +34,6 @@ def assign(index: int, key: str, make: Callable[[torch.Tensor], Any]) -> Callabl
     return write
 
 
-def share_a_moment(engine: Any) -> None:
-    states(engine)[1]["exp_avg"] = states(engine)[1]["exp_avg_sq"]
-
-
 def overlap_moments(engine: Any) -> None:
     state = states(engine)[1]
     numel = state["exp_avg"].numel()
@@ -63,14 +56,7 @@ def replace_a_master(engine: Any) -> None:
     masters[1] = masters[1].detach().bfloat16()
 
 
-def add_a_param_group(engine: Any) -> None:
-    engine.optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))], "lr": 0.5})
-
-
-def add_to_a_param_group(engine: Any) -> None:
-    engine.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(4)))
-
-
+ADDED = torch.nn.Parameter(torch.ones(4))
 BAD: dict[str, tuple[Callable[[Any], object], str]] = {
     "another dtype": (assign(0, "exp_avg", torch.Tensor.bfloat16), "torch.bfloat16 on cpu"),
     "another length": (assign(1, "exp_avg_sq", lambda moment: moment[1:]), "must be a contiguous tensor of"),
@@ -80,7 +66,10 @@ BAD: dict[str, tuple[Callable[[Any], object], str]] = {
     "a step that is no integer": (assign(1, "step", lambda moment: 3.0), "must be a number of steps, found 3.0"),
     "a step below zero": (assign(1, "step", lambda moment: -1), "found -1"),
     "a missing moment": (lambda engine: states(engine)[0].pop("exp_avg_sq"), "'exp_avg_sq'"),
-    "a shared tensor": (share_a_moment, "memory that 2 states share"),
+    "a shared tensor": (
+        lambda engine: states(engine)[1].update(exp_avg=states(engine)[1]["exp_avg_sq"]),
+        "memory that 2 states share",
+    ),
     "overlapping tensors": (overlap_moments, "memory that 2 states share"),
     "a shared step": (share_a_step, "step must be a number or a tensor of its own in each state"),
     "a sparse tensor": (assign(0, "exp_avg", torch.Tensor.to_sparse), "torch.sparse_coo"),
@@ -89,8 +78,14 @@ BAD: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda engine: engine.optimizer.fp32_partitioned_groups_flat.pop(),
         "must hold one tensor for each of",
     ),
-    "an added param group": (add_a_param_group, "found 2 with 1 added parameters"),
-    "an added parameter": (add_to_a_param_group, "found 1 with 1 added parameters"),
+    "an added param group": (
+        lambda engine: engine.optimizer.optimizer.add_param_group({"params": [ADDED], "lr": 0.5}),
+        "found 2 with 1 added parameters",
+    ),
+    "an added parameter": (
+        lambda engine: engine.optimizer.param_groups[0]["params"].append(ADDED),
+        "found 1 with 1 added parameters",
+    ),
     "a master of another dtype": (replace_a_master, "torch.bfloat16 on cpu"),
 }
 

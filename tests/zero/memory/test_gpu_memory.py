@@ -1,7 +1,4 @@
-"""Check when ranks plan for the memory of the GPU, and that a failed allocation is logged at the end.
-
-``tests/software_gpu/filled_gpu`` trains until memory is short, and checks what is evicted and planned then.
-"""
+"""Check when ranks plan for the memory of the GPU, and that a failed allocation is logged at the end."""
 
 from __future__ import annotations
 

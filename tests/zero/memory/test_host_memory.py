@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,12 +16,10 @@ import torch.distributed as dist
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.slab import HostMemoryError, HostSlab, Register
 from deep_opt_states.host import machine
-from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.runtime import state_memory
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start.node_share import FreeHostMemory, SharingRanks, check_free_memory, free_share_bytes
 from perf_model.prediction.memory import MemoryKind
-from tests.profiler.threads import on_ranks
 from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, Case, eager
 from tests.zero.parity.training import (
@@ -74,16 +71,16 @@ def test_the_free_memory_is_measured_also_from_the_limits_of_a_container(monkeyp
 def test_each_rank_counts_the_ranks_of_its_own_node_and_container(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with equal host names on different nodes: "b" on the second node is another container than on the first."""
     places = [("first", "a"), ("second", "b"), ("first", "a"), ("first", "b"), ("second", "b")]
-    monkeypatch.setattr(machine, "kernel_id", lambda: places[here.rank][0])
-    monkeypatch.setattr(platform, "node", lambda: places[here.rank][1])
-    here = threading.local()
 
-    def count(of_rank: Ranks) -> tuple[int, int]:
-        here.rank = of_rank.rank
-        sharing = SharingRanks.gather(of_rank)
+    def count(rank: int) -> tuple[int, int]:
+        monkeypatch.setattr(machine, "kernel_id", lambda: places[rank][0])
+        monkeypatch.setattr(platform, "node", lambda: places[rank][1])
+        ranks = mock.Mock(rank=rank, gather=mock.Mock(return_value=places))
+        sharing = SharingRanks.gather(ranks)
+        ranks.gather.assert_called_once_with(places[rank])
         return sharing.on_node, sharing.in_container
 
-    assert on_ranks(5, count) == [(3, 2), (2, 2), (3, 2), (3, 1), (2, 2)]
+    assert [*map(count, range(5))] == [(3, 2), (2, 2), (3, 2), (3, 1), (2, 2)]
 
 
 class Driver:

@@ -54,11 +54,7 @@ CASE = Case(
 
 
 def memory_of_training(block: Block) -> dict[str, Any]:
-    """Train a wide model for some steps that read every gradient, and return the memory of the process.
-
-    A weight fills a sub-group of whole pages. Nothing is gathered ahead or kept, so that the memory is that of states,
-    gradients and one layer.
-    """
+    """Train weights of whole pages, of which none is gathered ahead, and return the memory of the process."""
     return_freed_memory()
     # Biases would begin sub-groups in the middle of a page.
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -90,10 +86,7 @@ def bytes_by_kind(reservations: Iterable[memory.Reservation]) -> Counter[memory.
 
 
 def test_the_predicted_memory_is_reserved_and_used_by_the_process() -> None:
-    """Check the CPU accelerator, where all takes 14 bytes per parameter, and stock 18.
-
-    A GPU needs 16, since rounded parameters wait in host memory to be published.
-    """
+    """Check the CPU accelerator, where all takes 14 bytes per parameter, and stock 18. A GPU needs 16."""
     stock, ours = (on_ranks(1, memory_of_training, block)[0] for block in (None, CPU))
     plan = ours["plan"]
     assert len(plan.placements) == LAYERS

@@ -43,11 +43,7 @@ def by_name(rules: dict[str, str], **others: Any) -> dict[str, Any]:
 
 
 def by_sub_group(*states: str) -> dict[str, Any]:
-    """Return the block that places the sub-groups of a ``ParityNet`` in order: a bias and the next layer's weight each.
-
-    That is how DeepSpeed divides layers whose weights are larger than a sub-group. The last rule is for all names, so
-    that nothing is left to the planner.
-    """
+    """Return the block that places the sub-groups of a ``ParityNet``: a bias and the next layer's weight each."""
     names = ["layers.0.weight", *(f"layers.{i}.bias layers.{i + 1}.weight" for i in range(len(states) - 2)), "*"]
     return by_name(dict(zip(names, states, strict=True)))
 

@@ -314,10 +314,7 @@ DEPARTURES = (
         skips_sometimes=frozenset({4, 5, 9, 12}),
     ),
 )
-"""Cases in which the plugin departs from stock. Stock on the same data reuses old gradients where there are none.
-
-They are compared with stock on gradients of zero in these places.
-"""
+"""Cases without gradients in places, where stock reuses old ones: they are compared with stock on gradients of zero."""
 
 QUICK = tuple(case for case in (*CASES, *DEPARTURES) if not case.thorough)
 """The cases of ``make test``, which have every feature on its own. They train on the GPU in software."""

@@ -1,7 +1,4 @@
-"""Check that training with libraries, and with other blocks of DeepSpeed's config, has the bits of stock.
-
-``tests/zero/test_refusals.py`` has the combinations that are refused.
-"""
+"""Check that training with libraries, and with other blocks of DeepSpeed's config, has the bits of stock."""
 
 from __future__ import annotations
 

@@ -33,10 +33,7 @@ STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 @pytest.mark.parametrize("tier", ["quick", thorough("all others")])
 @pytest.mark.parametrize("world_size", [1, 2, thorough(3), thorough(4)])
 def test_training_in_every_placement_and_setting_has_the_bits_of_stock(world_size: int, tier: str) -> None:
-    """Train on fresh ranks if there are several: they hash strings differently, as under a user's launcher.
-
-    An order that depends on the hash would differ.
-    """
+    """Train on fresh ranks if there are several: they hash strings differently, as under a user's launcher."""
     on_ranks(world_size, train_cases, tier, timeout_s=400, fresh=world_size == 2)
 
 

@@ -146,6 +146,13 @@ def shared_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks. A collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def parity_inputs(case: Case, step: int, micro_batch: int) -> tuple[Any, ...]:
     """Return the arguments of a ``ParityNet`` for this rank's micro-batch, which is counted over all steps."""
     x, target = batch(case, dist.get_rank(), micro_batch, DTYPES[case.dtype])
@@ -171,10 +178,7 @@ def train_on_batch(engine: Any, case: Case, number: int) -> torch.Tensor:
 
 
 def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any, ...]] = parity_inputs) -> Record:
-    """Train the case's steps, with checkpoints in ``folder`` for an in-process reload, and return the record.
-
-    ``inputs`` has the parameters of ``parity_inputs``, and returns the arguments of a model that returns its loss.
-    """
+    """Train the case's steps. ``inputs`` returns the arguments of a model that returns its loss."""
     record = Record(optimizer_class=type(engine.optimizer).__name__)
     # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
     losses: list[torch.Tensor] = []

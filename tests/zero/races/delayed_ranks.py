@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from tests.kernels.intercepted import before_each_update
 from tests.zero.parity.case import Case, by_sub_group
-from tests.zero.parity.training import assert_same_bits, run_variant
+from tests.zero.parity.training import assert_same_bits, gathered, run_variant
 
 KINDS = ("all_", "barrier", "broadcast", "gather", "inference_all_reduce", "reduce", "scatter")
 
@@ -69,11 +69,7 @@ def delayed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def logged_prefetches(log: list[str]) -> Iterator[None]:
-    """Append a line to ``log`` for each fetch during a deferred update.
-
-    The line states how many parameters of the next modules could be prefetched, and whether a parameter whose update
-    might block the host has stopped the prefetch.
-    """
+    """Log, for each fetch during an update, how many parameters could be prefetched, and if one stopped that."""
     prefetching_until = Coordinator.prefetching_until
 
     @contextmanager
@@ -128,9 +124,7 @@ def train_with_delays(seeds: Sequence[int]) -> None:
             ours = run_variant(case, block)
         assert_same_bits(stock, ours)
         assert ours.deferred >= (2 if seed == seeds[-1] else 4), "no update was deferred"
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, log)
-        logs += of_ranks
+        logs += gathered(log)
         assert sum(not line.startswith("ahead") for line in log) > 100 or dist.get_world_size() == 1
         # Forward prefetches across units, and stops at parameters for which the host might have to wait.
         assert sum(line.startswith("ahead") and not line.startswith("ahead 0") for line in log) >= 10

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.issuer import Issuer
@@ -26,6 +25,7 @@ from tests.zero.parity.training import (
     assert_same_bits,
     closing_engine,
     forward,
+    gathered,
     parity_inputs,
     run_variant,
     train_on_batch,
@@ -128,9 +128,7 @@ def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> Non
     # Without overlap no forward waits for the update, so the order is not changed, and no unit is persistent.
     assert by_index[0] == 0
     assert at_once == [[unit - 1 for unit in by_index[1:]]]
-    of_ranks: list[Any] = [None, None]
-    dist.all_gather_object(of_ranks, orders)
-    assert of_ranks[0] == of_ranks[1]
+    assert gathered(orders) == [orders, orders]
 
 
 @pytest.mark.P1

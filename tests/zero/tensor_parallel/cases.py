@@ -35,10 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TensorParallelCase:
-    """A training run with stock, and with the plugin once for each of ``ARMS``.
-
-    In fp16, gradients overflow in one step on one of the ranks that share a model only.
-    """
+    """A training with stock and with each of ``ARMS``. In fp16, one step overflows on one rank of a model."""
 
     layout: str
     dtype: str
@@ -133,10 +130,7 @@ def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int 
 
 
 def planned_numels() -> tuple[float, int]:
-    """Return the elements per rank of AutoTP's model as ``plan --tensor-parallel`` counts them, and those of its norms.
-
-    The plan counts norms as whole.
-    """
+    """Return the elements per rank that ``plan --tensor-parallel`` counts, and those of norms, counted as whole."""
     with torch.device("meta"):
         numels = {name: param.numel() for name, param in tiny_llama().named_parameters()}
     shards = sum(shard_numel(name, numel, MODEL_RANKS) for name, numel in numels.items())

@@ -21,11 +21,7 @@ BY_NAME = {"layers.1.mlp.": "streamed", "self_attn.o_proj": "resident", "self_at
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """A model that ``MODEL_RANKS`` ranks share.
-
-    ``make`` returns it. ``sharded`` is a part of the name of a parameter of which each of these ranks has its own
-    shard. ``by_name`` has the placement of the parameters whose names contain the key, in the order of the rules.
-    """
+    """A model of several ranks. ``sharded`` is in the name of a parameter with shards; ``by_name`` are rules."""
 
     make: Callable[[], torch.nn.Module]
     mpu: Any
