@@ -26,7 +26,6 @@ SLOWEST_FIRST = (
 """Folders and files of the longest tests. If such a test ran last, the other workers of pytest-xdist would be idle."""
 
 GPU_FOLDER = REPOSITORY / "tests" / "gpu"
-
 BUFFERS_BEFORE = pytest.StashKey[set[Path]]()
 
 

@@ -27,7 +27,6 @@ from typing import Any, TextIO
 
 _MAX_REQUEST_BYTES = 2**20
 _POLL_S = 0.02
-
 _STARTED_WITH = frozenset(os.environ)
 
 

@@ -23,7 +23,6 @@ from tests.fork_server import ForkedProcess, ForkServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _ANSWER = "ANSWER "
-
 _SET_PER_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NOT_READ_BY_IMPORTS = _SET_PER_RANK | {
     "XDG_CACHE_HOME",
@@ -39,8 +38,6 @@ Process = subprocess.Popen[str] | ForkedProcess
 
 @dataclass
 class Finished:
-    """A process that has ended: its return code, negative for a signal, and everything it wrote."""
-
     returncode: int
     output: str
 
@@ -57,7 +54,6 @@ def answer(value: Any) -> None:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return this process's environment, with the CPU accelerator, one thread per rank, and tracebacks of crashes."""
     ours = {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",

@@ -30,7 +30,6 @@ TIMEOUT_S = 1800
 
 
 def schedules(seed: int) -> str | None:
-    """Run random schedules and mutations of them on the software GPU. Return the failure, which Hypothesis shrinks."""
     options = ["-p", "tests.tiers", "--hypothesis-profile=stress", f"--hypothesis-seed={seed}"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, SCHEDULE_TESTS)]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -49,7 +48,6 @@ def engine(seed: int) -> str | None:
 
 
 def races_of(answer: dict[str, Any]) -> str:
-    """Return the case, the config block, the schedule and the races of an answer as lines, or "" without a race."""
     found = zip(answer["races"], answer["differences"], strict=True)
     lines = [f"rank {rank}: {line}" for rank, (races, others) in enumerate(found) for line in (*races, *others)]
     return "\n".join([f"{answer['case']}, {answer['block']}", answer["schedule"], *lines]) if lines else ""

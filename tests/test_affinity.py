@@ -21,7 +21,6 @@ from tests.forked_child import exit_code_of_child
 
 ALLOWED = frozenset(os.sched_getaffinity(0))
 LOW, HIGH = frozenset({min(ALLOWED)}), frozenset({max(ALLOWED)})
-
 two_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs to move threads between")
 
 

@@ -200,7 +200,6 @@ FILES: dict[str, bytes | None] = {
 
 
 def with_other_values(valid: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield copies of ``valid`` without each key, with an unknown key, and with every other value at every key."""
     yield "an unknown key", {**valid, "\x1b": 1}
     for key in valid:
         yield f"no {key}", {other: value for other, value in valid.items() if other != key}

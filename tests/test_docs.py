@@ -125,7 +125,6 @@ def test_troubleshooting_quotes_messages_that_exist() -> None:
 
 
 def texts_of(path: Path) -> str:
-    """Return the strings of a module, one per line, without the values that they format."""
     lines = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
@@ -173,7 +172,6 @@ def test_the_metadata_name_the_author_the_license_and_the_versions_of_python_tha
 
 
 def changelog() -> dict[str, str]:
-    """Return the text of each section of the changelog, by its version. The first one is not released yet."""
     _, *found = re.split(r"^## \[(.+?)\].*$", (REPOSITORY / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)
     return {heading: text.strip() for heading, text in zip(found[::2], found[1::2], strict=True)}
 

@@ -36,7 +36,6 @@ from tests.zero.parity.training import Block, Record, assert_same_bits, closing_
 from tests.zero.process_group import process_group
 
 UNREADABLE = ("/sys", "/proc/self/numa_maps", "/proc/self/cgroup", "/proc/cpuinfo")
-
 NEEDS_MOUNT = pytest.mark.skipif(os.geteuid() != 0, reason="needs a user who may mount file systems")
 pytestmark = pytest.mark.P6
 
@@ -282,7 +281,6 @@ def run_interrupted(output: Path, module: str, arguments: list[str], calls: int)
 
 
 def interrupt_commands(folder: Path) -> list[tuple[str, int, str]]:
-    """Return the exit code and the output of each command, which makes more calls than ``calls``."""
     freeze_imported()
     os.chdir(folder)
     found = []

@@ -196,7 +196,6 @@ def test_a_missing_rank_is_named_with_the_step_that_waits_for_it(tmp_path: Path)
 
 
 def gather_once_rank_1_is_missed(marker: Path) -> list[str]:
-    """Gather values of two ranks, of which rank 1 comes once rank 0 has logged that it is missing."""
     lines: list[str] = []
     waiting.FIRST_S = 0.1
     log.warn_this_rank = lambda line: (lines.append(line), marker.touch())

@@ -46,7 +46,6 @@ PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), nu
 
 
 def timeline(seconds: float) -> Timeline:
-    """Return a timeline whose actions run one after another and take ``seconds`` each."""
     spans = [Span(each, place * seconds, (place + 1) * seconds) for place, each in enumerate(PLAN.schedule.actions)]
     return Timeline(tuple(spans))
 
@@ -77,7 +76,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def report(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = ()) -> None:
-    """Report steps of 8 samples each, counted from 1, whose updates take the given seconds."""
     predict = None if predicted is None else lambda _: PredictedUpdate(predicted, 0.0)
     steps = count(1)
     reporter = UpdateReporter(

@@ -44,10 +44,8 @@ from tests.launch import REPOSITORY, Finished, environment
 FOLDER = Path("/cache/cpu_adam")
 BUILT, NOT_BUILT, PREBUILT = Extension(FOLDER, True), Extension(FOLDER, False), Extension(None, True)
 LOCK = FOLDER / "lock"
-
 GPUS = [("NVIDIA H100", 85 * 10**9)] * 2
 TORCH = Requirement("torch>=2.10")
-
 FAIL, WARN, OK = Status.FAIL, Status.WARN, Status.OK
 BROKEN = ImportError("no [hjson]")
 FINDINGS: list[tuple[Callable[..., Finding], tuple[object, ...], Status, str]] = [

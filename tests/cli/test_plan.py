@@ -22,7 +22,6 @@ from tests.model.profiles import RATES, profile
 KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "fixed_s", "iteration_s"}
 KEYS |= {"tokens_per_s", "mfu", "speed_up"}
 BASELINES = {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2", "no_offload"}
-
 CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
 
 

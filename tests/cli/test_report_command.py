@@ -34,11 +34,9 @@ from tests.model.profiles import profile
 WORKLOAD = Workload.from_numels([30_000_000] * 7 + [12_345_678])
 PLAN = UpdatePlan(workload=WORKLOAD, placements=place_by_stride(WORKLOAD, 2), num_slots=2)
 HOSTILE = '<img src=http://example.invalid/x onerror=alert(1)> & "quoted" {{ 7 * 7 }} 💥'
-
 MEMORY_BYTES = {"pinned": 3_210_000_000, "accelerator": 720_000_000}
 ABOUT = {"began": "2026-01-02T03:04:05+00:00", "world_size": 4, "software": {"deepspeed": "0.19.8"}}
 INFO = RunInfo(**ABOUT, accelerator=HOSTILE, plan=PLAN, memory_bytes=MEMORY_BYTES)
-
 UPDATES, EVERY = 9, 4
 FORWARD_ALONE_S = 0.03
 NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
@@ -52,7 +50,6 @@ def predicted(windows: Windows) -> PredictedUpdate:
 
 
 def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateReporter:
-    """Write a run as training would, with updates of different lengths, and return the reporter."""
     steps, memory_bytes = count(1), count(2 * 10**9, 10**6)
     # No iteration follows the last update.
     iterations = iter([IterationTimes(0.2 + 0.01 * number, 0.5 + 0.03 * number) for number in range(updates - 1)])
@@ -134,7 +131,6 @@ addEventListener('load', async () => {
 
 
 def digest(script: str) -> str:
-    """Return the digest of a script that the policy of the page names."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 

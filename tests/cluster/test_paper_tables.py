@@ -27,7 +27,6 @@ from perf_model.training_run.micro_batch import PhaseRates
 from tests.model.profiles import job as on_nodes
 
 DATA = Path(__file__).parent / "data"
-
 VOCAB, SEQUENCE = 51_200, 2048
 """The vocabulary, the tokens per sequence and the peak of an A100 in the paper (section 5)."""
 

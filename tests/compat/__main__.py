@@ -97,7 +97,6 @@ def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try the releases, print each case that is not equal, and return 1 if one differs from its last result."""
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
     parser.add_argument("releases", nargs="*", type=Release.from_requirement, metavar="PACKAGE==VERSION")
     all_tried = [("deepspeed", version) for version in TESTED_DEEPSPEED] + [("torch", each) for each in TRIED_TORCH]

@@ -45,7 +45,6 @@ PyTorch rounds a NaN to 16 bits in several ways, and the plugin in one.
 """
 
 NORM_IS_CHECKED_SINCE = {"inf and nan norm, clipping": "0.19.8"}
-
 SINCE = {"accumulation managed by the caller": "0.19.5"}
 """The first release that has what a case uses; an older one must refuse the case and name that release."""
 

@@ -15,13 +15,11 @@ RESULTS = Path(__file__).with_name("results.json")
 
 
 def read_results() -> dict[str, dict[str, Any]]:
-    """Return the results of ``deepspeed``, ``torch`` and ``python``, by release, and of ``frameworks``, by name."""
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return results
 
 
 def add_result(package: str, version: str, found: dict[str, Any]) -> bool:
-    """Write the result of a release of ``package`` with the plugin's version and commit; return whether it is new."""
     results = read_results()
     of_package = results.setdefault(package, {})
     tried_at = {"deep_opt_states": __version__, "commit": commit()}

@@ -16,8 +16,6 @@ PART_ENDS = "GPU_CHECK_PART_ENDS"
 """The environment variable with the time at which ``run_parts.py`` will stop a part, as ``time.time()``."""
 
 REPORT_S = 4.0
-"""The time that pytest needs to write a failure, and the process group to end."""
-
 ALONE_S = 120.0
 
 
@@ -38,7 +36,6 @@ class Part:
 
 
 def pytest_command(path: str, keyword: str = "") -> tuple[str, ...]:
-    """Return a pytest command that prints the name of each test before it runs and its traceback when it fails."""
     shown = ("-p", "no:cacheprovider", "-vv", "-rs", "--tb=short", "-o", f"faulthandler_timeout={HANG_S}")
     return (sys.executable, "-m", "pytest", *shown, *(("-k", keyword) if keyword else ()), path)
 
@@ -61,7 +58,6 @@ def _tests(name: str, file: str, keyword: str = "", *, limit_s: float, runs_besi
 
 
 def parts() -> list[Part]:
-    """Return the parts of ``make gpu-check``: first the build, which the others need, and last those that measure."""
     return [
         BUILD,
         _tests("kernel", "test_kernel", limit_s=240),

@@ -28,10 +28,7 @@ from tests.gpu.parts import PART_ENDS, Part, chosen_parts, measure_parts, parts,
 from tests.launch import REPOSITORY
 
 GPU_LIMIT_S = 25
-
 THREADS_BESIDE = 2
-"""The number of threads of PyTorch in each of the parts that run at the same time."""
-
 ABORT_S = 1.0
 """The end of a part's limit, in which it writes the stacks of all its threads before it is killed."""
 
@@ -44,8 +41,6 @@ PASSED, FAILED, TIMED_OUT, WAIVED = "passed", "FAILED", "TIMED OUT", "WAIVED"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a part: its status, which is one of the four words above, and an explanation."""
-
     name: str
     status: str
     seconds: float
@@ -123,7 +118,6 @@ def _outcomes(group: Sequence[Part], out: Path, ends_s: float, problem: str) -> 
 
 
 def _run(part: Part, out: Path, limit_s: float, started: list[str]) -> Outcome:
-    """Run the part, and append the variable of its processes to ``started``."""
     print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
     log, start_s = _log_of(part.name, out), time.monotonic()
     # The value identifies the part: all processes that the part starts inherit it, and no other process has it.

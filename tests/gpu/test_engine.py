@@ -86,7 +86,6 @@ LONG = Case(
 )
 # Slabs of about 30 MB: pages that a child inherited would be copied when the next update writes them.
 FORKED = replace(LONG, name="fork", blocks=LONG.blocks[1:], steps=12, clip=0.0, widths=(512, 1024, 1024, 512))
-
 WIDE_UNITS = {"unit_size": 3_000_000}
 WIDE = Case(
     name="peak memory",
@@ -136,7 +135,6 @@ def page_locked() -> list[list[bool]]:
 
 
 def peak_memory() -> dict[str, tuple[int, int]]:
-    """Return the bytes of the peak and of the reserved GPU memory of stock and of each block."""
     found = {}
     for block in (None, *WIDE.blocks):
         torch.cuda.empty_cache()
@@ -153,7 +151,6 @@ def peak_memory() -> dict[str, tuple[int, int]]:
 
 
 def train_with_fork() -> dict[str, Any]:
-    """Return per block the differences from stock, and how much of the states' memory a forked child maps."""
     stock = run_variant(FORKED, None)
     found = {}
     for block in FORKED.blocks:
@@ -190,8 +187,6 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
 
 
 def memory_of_gpu_0() -> tuple[str, int]:
-    """Return the device of a rank on the second GPU, and the bytes of the first one's memory that it uses."""
-
     def used_bytes() -> int:
         command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         return int(subprocess.check_output(command, timeout=20).split()[0]) * 2**20

@@ -98,7 +98,6 @@ def test_copies_in_both_directions_and_kernels_overlap(tmp_path: Path) -> None:
 
 
 def intervals(events: Sequence[dict]) -> dict[str, list[Interval]]:  # type: ignore[type-arg]
-    """Return the intervals of each lane in seconds: the copies between host and GPU, and the Adam kernels."""
     # An event belongs to a lane by its category and by a word in its name.
     kinds = {"h2d": ("gpu_memcpy", "HtoD"), "d2h": ("gpu_memcpy", "DtoH"), "kernel": ("kernel", "update")}
     lanes: dict[str, list[Interval]] = {lane: [] for lane in kinds}

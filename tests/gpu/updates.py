@@ -68,7 +68,6 @@ def is_right(model: Model, iterations: Sequence[MovingIteration]) -> bool:
 
 
 def main() -> None:
-    """Run the kernel on odd lengths, and the executor on a plan with every placement, and check the bits."""
     for numel in (1, 17, 4099):
         assert compared(machine_arithmetic(), torch.bfloat16, torch.bfloat16, True, numel=numel, device="cuda") == []
     model = Model(numels=(33, 5000, 4096, 17), persistent=[], grad_dtype=torch.bfloat16)

@@ -26,7 +26,6 @@ PARAMS = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 def machine_arithmetic(dtypes: StateDtypes = FP32_STATES) -> Arithmetic:
-    """Return the arithmetic of stock's op on this machine, which must be known."""
     found = find_arithmetic(dtypes)
     assert found is not None
     return found

@@ -30,7 +30,6 @@ CAPABILITIES = (80, 90, 100, 120)
 """The compute capabilities of A100, of H100 and H200, of B200, and of the Blackwell GPUs of workstations."""
 
 ELEMENTS_PER_THREAD = BlockShape().elements // (32 * BlockShape().warps)
-
 NOT_ARITHMETIC = {"ld", "st", "mov", "setp", "selp", "cvt"}
 """Instructions that are no arithmetic. Conversions between fp16 and fp32 are in ``CONVERSIONS``."""
 

@@ -33,7 +33,6 @@ def built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def complaint() -> str:
-    """Return the reason in the error, without the sentence around it that is always the same."""
     with pytest.raises(KernelUnavailable) as caught:
         library.library()
     reason, remedy = str(caught.value).splitlines()

@@ -56,10 +56,7 @@ def plan_of(
 
 
 windows = st.builds(Windows, backward_s=st.floats(0, 1), forward_s=st.floats(0, 1))
-
-
 NO_WINDOWS = Windows()
-
 UNLIMITED = Budgets()
 
 
@@ -70,6 +67,5 @@ def plan_updates(
     windows: Windows = NO_WINDOWS,
     setup: TrainingSetup = DEFAULT_SETUP,
 ) -> PlannedUpdate:
-    """Return the plan for the units of ``workload``, which forward uses in the order of ``windows``."""
     _, planned = plan_units(lambda size: workload, [1], cost, budgets, windows, setup, lambda units: windows.first_use)
     return planned

@@ -127,7 +127,6 @@ def parse_schedule(text: str, num_slots: int, slot_numel: int) -> Schedule:
 
 
 def without_one_wait(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedule without one of its waits."""
     for position, action in enumerate(schedule.actions):
         for name in action.waits:
             mutant = replace(action, waits=tuple(wait for wait in action.waits if wait != name))

@@ -173,7 +173,6 @@ def test_without_rates_of_an_accelerator_everything_is_updated_on_the_cpu() -> N
 
 # The lower bound of an update
 WORKLOAD = Workload.from_numels([10**6] * 1000)
-
 A_SLOT = 12 * 10**6
 """The bytes of a slot of these units."""
 

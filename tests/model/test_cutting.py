@@ -17,7 +17,6 @@ from perf_model.schedule.workload import ALIGNMENT, Partition, Unit, form_sub_gr
 
 CUT_NAMES = ("embed.weight", "layers.0.q", "layers.0.mlp.up", "layers.1.q", "layers.1.mlp.experts.3.up", "norm.weight")
 CUT_NAMES += ("x",)
-
 aligned = st.integers(1, 5000 // BORDER_MULTIPLE).map(lambda count: BORDER_MULTIPLE * count)
 """Lengths with which every parameter begins where a unit may begin."""
 

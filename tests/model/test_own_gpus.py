@@ -46,7 +46,6 @@ Errors = Mapping[str, list[float]]
 
 
 def profile_of(gpu: str, *, quick: bool = False) -> HardwareProfile:
-    """Return the profile of a kind of machine, if ``quick`` without the quantities of a training step."""
     found = HardwareProfile.read(DATA / f"{'h200' if 'H200' in gpu else 'h100'}_profile.json")
     of_step = ("module_", "stock_step_", "training_")
     kept = {name: each for name, each in found.measurements.items() if not (quick and name.startswith(of_step))}

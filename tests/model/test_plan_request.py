@@ -24,7 +24,6 @@ from tests.model.profiles import RATES, profile
 
 EMBEDDING, LAYER, HEAD = (Partition(name, 1600) for name in ("embedding.weight", "layers.0.weight", "head.weight"))
 SUB_GROUPS = [[EMBEDDING, LAYER, HEAD]]
-
 SECOND, BIAS = Partition("layers.1.weight", 3200), Partition("layers.0.bias", 16)
 
 

@@ -34,7 +34,6 @@ SETUPS = st.builds(TrainingSetup, accumulates=st.booleans())
 
 
 def budget_for(slots: int, numel: int) -> Budgets:
-    """Return a GPU budget for ``slots`` slots or residents of ``numel`` parameters."""
     # The allocator rounds p, m and v up to 2 MiB each.
     return Budgets(gpu_bytes=slots * (12 * numel + 6 * MIB))
 

@@ -26,7 +26,6 @@ STATED = {
     **{"Qwen2.5-32B": 32_763_876_352, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360},
     **{"Qwen3-30B-A3B": 30_532_122_624, "Gemma-2-9B": 9_241_705_984},
 }
-"""The totals of the published safetensors files."""
 
 PAPER = {"7B": 5.92e9, "8.3B": 9.14e9, "10B": 9.92e9, "13B": 11.25e9, "20B": 15.33e9}
 

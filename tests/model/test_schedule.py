@@ -100,7 +100,6 @@ def test_a_plan_executes_the_order_that_it_names(plan: UpdatePlan, random: Rando
 
 
 STREAMED_CHAIN = "PREFETCH 0 slot 0\nGPU_STEP 0 slot 0 after PREFETCH 0\nFLUSH_STATES 0 slot 0 after GPU_STEP 0"
-
 NEXT_CHAIN = re.sub(r"([A-Z]) 0", r"\1 1", STREAMED_CHAIN)
 ON_CPU = "CPU_STEP 0\nPUBLISH 0 after CPU_STEP 0"
 

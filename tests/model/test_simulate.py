@@ -25,8 +25,6 @@ from tests.model.costs import cost, costs, plan_of, windows
 from tests.model.strategies import schedules
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
-
-
 OVERLAPPED = (Phase.BACKWARD, Phase.EXPOSED, Phase.FORWARD, Phase.BACKWARD)
 
 # Cases by hand. A unit has 10^9 parameters. On the CPU its update takes 1 s and its publish 1/6 s; streamed, its

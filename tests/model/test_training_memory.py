@@ -48,7 +48,6 @@ NUMEL = 2**24
 SHARED = Widths(param=2, grad=2, publishes=False)
 BF16, BF16_MASTERS = WIDTHS_OF_STATES["bf16"], WIDTHS_OF_STATES["bf16-masters"]
 ACCUMULATES = TrainingSetup(accumulates=True)
-
 plan = partial(plan_of, numel=NUMEL)
 
 
@@ -161,7 +160,6 @@ def test_a_plan_with_states_on_disk_is_bound_by_the_disk_and_hides_reads_and_wri
 
 # The memory of training
 SHAPES = {**MODELS, "30B": paper_model("30B", layers=60, hidden=6656, heads=52, numel=27.75e9)}
-
 PEAKS = list(csv.DictReader((REPOSITORY / "benchmarks/data/published_peaks.csv").open()))
 """The published stock runs whose log was read: ``benchmarks/data/README.md`` has the rule."""
 

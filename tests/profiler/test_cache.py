@@ -120,8 +120,6 @@ def test_a_profile_is_measured_again_only_if_a_quantity_was_implausible(
 
 
 def profiles_of_a_rank() -> tuple[list[str], list[str], int]:
-    """Return a profile, that of the cache and one that fails on rank 1, the log, and the number of threads."""
-
     def broken_on_rank_1(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
         if torch.distributed.get_rank() == 1:
             raise RuntimeError("broken on purpose")

@@ -67,7 +67,6 @@ def measured(ranks: Ranks, group: ProcessGroup | str, *, reduces: bool = False) 
 
 
 def results(group: ProcessGroup | str) -> list[Any]:
-    """Return what this rank gathers and reduces of the numbers of all ranks."""
     assert not isinstance(group, str), group
     part, whole = torch.full((2,), float(group.rank)), torch.empty(2 * group.size)
     group.all_gather(whole, part)

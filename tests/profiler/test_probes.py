@@ -153,7 +153,6 @@ def counting_probe() -> probes.Probe:
 
 def test_the_slowest_rank_counts_in_each_repetition_after_the_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(value: Any) -> list[Any]:
-        """Return the rates of three ranks: those of the others are smaller by 5, or larger by 4."""
         if not isinstance(value, dict):
             return [value] * 3
         return [{name: rate + more for name, rate in value.items()} for more in (0, -5, 4)]

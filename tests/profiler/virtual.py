@@ -60,7 +60,6 @@ class VirtualStream:
         return max(self.free_at_s, self._device.now_s)
 
     def run(self, seconds: float) -> None:
-        """Occupy the stream for ``seconds`` after the work that is issued already."""
         self.free_at_s = self.starts_s() + seconds
 
     @contextmanager
@@ -136,7 +135,6 @@ class VirtualDevice:
         self.issuing.run(self.copy_s[number] if self.copy_s else source.nbytes / 1e10)
 
     def launch(self, launch_s: float, kernel_s: float) -> None:
-        """Launch a kernel that takes ``launch_s`` of the host's time and then ``kernel_s`` on the current stream."""
         self.now_s += launch_s
         self.issuing.run(kernel_s)
 

@@ -36,8 +36,6 @@ WRITTEN = 0.5
 
 @dataclass(kw_only=True)
 class Model:
-    """The sub-groups of one rank, with their persistent ranges."""
-
     numels: tuple[int, ...]
     persistent: list[list[tuple[int, int]]]
     dtype: torch.dtype = torch.bfloat16
@@ -62,7 +60,6 @@ class MovingIteration:
     forward: list[int] = field(default_factory=list)
     """The units that a forward gathers on a separate stream while the update runs, modulo their number."""
     advances: bool = True
-    """Whether forward issues the other actions before each gather."""
     writes_params: bool = False
     """Whether the caller writes to persistent parameters right after the start of the update."""
     overlaps_flushes: bool = False
@@ -106,7 +103,6 @@ class MovingTraining:
         self.executor = Executor(plan.schedule, self.memory.units, device, *kernels, **options)
 
     def train(self, iterations: Sequence[MovingIteration]) -> list[torch.Tensor]:
-        """Return all parameters and gradients that were read, in order, and all states at the end."""
         read: list[torch.Tensor] = []
         for number, iteration in enumerate(iterations):
             if iteration.plan is not self.plan:

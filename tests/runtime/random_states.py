@@ -59,7 +59,6 @@ def _without(run: Range, taken: Sequence[tuple[int, int]]) -> Iterator[Range]:
 
 
 def gradients(numels: Sequence[int], step: int) -> list[torch.Tensor]:
-    """Return random fp32 gradients, the same for the same step."""
     generator = torch.Generator().manual_seed(1000 + step)
     return [torch.randn(numel, generator=generator) for numel in numels]
 

@@ -41,7 +41,6 @@ MODEL = Model(numels=tuple(sum(each.numel for each in group) for group in SUB_GR
 
 
 def random_plan(chance: random.Random) -> UpdatePlan:
-    """Return a plan with the same units on disk as any other, and any units and placements elsewhere."""
     workload = cut_into_units(SUB_GROUPS, chance.choice((2500, 5000, 10**6)), disk_unit_size=3000)
     placements = tuple(unit.fixed or chance.choice(list(Placement)) for unit in workload.units)
     return UpdatePlan(workload=workload, placements=placements, num_slots=2)

@@ -91,8 +91,6 @@ def _waits(call: ast.Attribute) -> bool:
 
 
 class RuntimeWaits:
-    """The waits that are reached, by place, and the one that is removed, if any."""
-
     def __init__(self, removed: tuple[Place, int] | None = None) -> None:
         self.reached: set[tuple[Place, int]] = set()
         self._removed = removed
@@ -100,7 +98,6 @@ class RuntimeWaits:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Observe all waits inside this context, and leave out the removed one."""
         with ExitStack() as patches:
             for name, owner in WAITS.items():
                 patches.enter_context(mock.patch.object(owner, name, self._replacement(getattr(owner, name))))
@@ -151,7 +148,6 @@ SPECULATED, NOT_SPECULATED = 4, 2
 """Seeds with which ``MovingTraining.speculate`` speculates the step that follows, and no step."""
 
 BUFFER_NUMEL, NUMEL = 7, 100
-
 RUNS = ((0, (3, 2)), (5, (20,)), (30, (1, 1, 9)), (41, (7,)), (48, (4,)), (60, (2, 30, 1)))
 """Gradients that are sent together: their offset in host memory, and the lengths of adjacent gradients."""
 
@@ -220,6 +216,5 @@ def test_the_runtime_without_one_of_its_waits_has_a_race_or_gives_a_wrong_number
 
 
 def shows(wait: tuple[Place, int]) -> bool:
-    """Return whether a scenario has a race or gives a wrong number without this wait."""
     with RuntimeWaits(wait).observed():
         return any(faults_of(scenario) for scenario, reached in scenarios() if wait in reached)

@@ -19,7 +19,6 @@ from tests.zero.parity.training import Block, Record, collect
 
 WIDTH, TOKENS = 10, 13
 BLOCK: Block = {"placement": "stride", "update_stride": 2, "unit_size": 60}
-
 Checkpointing = Literal["reentrant", "non-reentrant"]
 
 
@@ -54,7 +53,6 @@ class Stack(nn.Module):
 
 
 def tokens(rank: int, micro_batch: int) -> torch.Tensor:
-    """Return tokens of shape [2, 7], the same whenever rank and micro-batch are the same."""
     generator = torch.Generator().manual_seed(1000 * micro_batch + rank)
     return torch.randint(TOKENS, (2, 7), generator=generator)
 

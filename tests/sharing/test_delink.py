@@ -175,7 +175,6 @@ def test_bad_names_and_folders_are_refused_and_nothing_is_written(
 
 
 def killed_before_call(number: int, run: Callable[[], int]) -> int:
-    """Run ``run``, and kill this process before the call with this ``number`` to a function that changes files."""
     numbers = count(1)
 
     def counted(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -165,7 +165,6 @@ mem_get_info = torch.accelerator.get_memory_info
 """Returns the free and the total bytes. Bytes in the cache of the allocator are not free."""
 
 memory_stats = torch.accelerator.memory_stats
-
 memory_allocated, max_memory_allocated = torch.accelerator.memory_allocated, torch.accelerator.max_memory_allocated
 memory_reserved, max_memory_reserved = torch.accelerator.memory_reserved, torch.accelerator.max_memory_reserved
 reset_peak_memory_stats, empty_cache = torch.accelerator.reset_peak_memory_stats, torch.accelerator.empty_cache
@@ -183,7 +182,6 @@ def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
 
 
 def empty_host_cache() -> None:
-    """Return page-locked memory that no tensor uses, as ``torch._C._host_emptyCache`` does."""
     call("empty_host_cache")
 
 
@@ -203,8 +201,6 @@ CudaError = SoftwareGpuError
 
 
 class DeviceRuntime:
-    """The functions of ``torch.cuda.cudart()`` that are used here. They return CUDA's codes of errors."""
-
     @staticmethod
     def cudaHostRegister(address: int, size_bytes: int, flags: int) -> int:
         if size_bytes <= 0:
@@ -264,7 +260,6 @@ def _enqueue(
 
 
 def ranges(reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> Any:
-    """Return an array of the bytes of contiguous tensors, as the race check takes them."""
     found = [
         CRange(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, writing)
         for tensors, writing in ((reads, False), (writes, True))
@@ -316,7 +311,6 @@ def take_lag_s() -> float:
 
 
 def take_error() -> str:
-    """Return the first error of a task so far, or "", and forget it."""
     buffer = ctypes.create_string_buffer(20_000)
     call("take_error", buffer, len(buffer))
     return buffer.value.decode()

@@ -16,7 +16,6 @@ import torch
 from torch.utils import cpp_extension
 
 DEVICE_TYPE = "software_gpu"
-
 FOLDER = Path(__file__).parent / "csrc"
 FLAGS = ["-O1", "-Wall", "-DNDEBUG"]
 """PyTorch is compiled with NDEBUG, on which the layout of some of its classes depends."""
@@ -25,10 +24,8 @@ RESOURCES = ("h2d", "d2h", "both_directions", "pageable", "host_memory", "gpu", 
 """The shared resources of the time model, in the order of ``Resource`` in ``csrc/clock.h``."""
 
 UNLIMITED = float("inf")
-
 Launched = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
 HostWait = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-
 Amounts = ctypes.c_double * len(RESOURCES)
 
 
@@ -87,7 +84,6 @@ def _name() -> str:
 
 
 def _every_source(folder: Path) -> Path:
-    """Write a file in ``folder`` that includes all sources, which would each parse PyTorch's headers otherwise."""
     path = folder / "every_source.cpp"
     # Another process may compile the file at the same time.
     written = path.with_suffix(f".{os.getpid()}")
@@ -136,7 +132,6 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def checked(name: str, *arguments: Any) -> None:
-    """Call a function of the extension that may fail, and raise ``RuntimeError`` if it does."""
     if call(name, *arguments):
         raise RuntimeError(call("last_error").decode())
 

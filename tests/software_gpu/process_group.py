@@ -19,7 +19,6 @@ from tests.software_gpu import device
 from tests.software_gpu.library import DEVICE_TYPE
 
 BACKEND = "software_nccl"
-
 Tensors = Any
 """A tensor, or nested lists of tensors, as the methods of a process group take them."""
 
@@ -58,8 +57,6 @@ class SoftwareWork(dist.Work):
 
 
 class HostWork(dist.Work):
-    """The handle of a collective on tensors of the host, which is over when the call returns."""
-
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         return True
 

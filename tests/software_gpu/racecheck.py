@@ -39,8 +39,6 @@ def take_races() -> list[str]:
 
 
 class HostMoment:
-    """A point in a thread, after all that it has done and waited for so far."""
-
     def __init__(self) -> None:
         self._snapshot = call("snapshot_of_host")
 
@@ -73,8 +71,6 @@ class HandedOver:
 
 
 class OrderedFuture(Future[Any]):
-    """The future of a task that was handed over, whose waits order the calling thread."""
-
     handed_over: HandedOver
 
     def result(self, timeout: float | None = None) -> Any:

@@ -42,8 +42,6 @@ def software_process_group() -> Iterator[None]:
 
 
 def on_device(body: Callable[[], None]) -> Callable[[], None]:
-    """Return the test of ``body``, which runs in a process that all tests of its module share."""
-
     @pytest.mark.xdist_group(f"{body.__module__} on the device")
     @functools.wraps(body)
     def test() -> None:
@@ -65,7 +63,6 @@ def errors_of(module: str) -> dict[str, str]:
 
 
 def run_bodies(module: str, profile: str, seed: int | None) -> dict[str, str]:
-    """Run the bodies of the tests of the module, with this profile and seed of Hypothesis."""
     settings.load_profile(profile)
     core.global_force_seed = seed
     errors = {}

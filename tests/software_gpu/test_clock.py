@@ -22,8 +22,6 @@ from tests.software_gpu.ranks import on_device
 from tests.software_gpu.settings import MachineRates, changed
 
 H2D, D2H, COMPUTE, NONE = range(4)
-
-
 Work = tuple[int, dict[str, float], float, float]
 """The engine of a piece of work, what it uses, the moment at which it starts or later, and its latency."""
 

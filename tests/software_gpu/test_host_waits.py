@@ -33,9 +33,7 @@ STEPS, STEADY_FROM = 5, 2
 """In the first step no update is in flight, and after the second DeepSpeed has a trace of the modules."""
 
 STEADY_STEPS = STEPS - STEADY_FROM
-
 LAZY = Settings(lazy=True, lazy_s=20.0)
-
 STRIDE = {**STRIDE_2, "num_slots": 2}
 """The number of slots is given: otherwise the host waits once, in the step in which slots are added."""
 
@@ -76,7 +74,6 @@ CONDITIONS: dict[str, Callable[[Case], bool]] = {
 
 
 def table() -> dict[tuple[str, str], tuple[str, list[str]]]:
-    """Return the condition and the numbers of each row, by phase and row."""
     design = (REPOSITORY / "docs/dev/design.md").read_text()
     section = design.partition("## Waits of the host\n")[2].partition("\n## ")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
@@ -175,7 +172,6 @@ def check_table(case: Case, block: Block, found: HostWaits) -> None:
 
 
 def check_worker(block: dict[str, Any], found: HostWaits) -> None:
-    """Check that a deferred update makes forward and backward wait for the units on the CPU alone."""
     is_deferred = block.get("overlap_forward", True)
     forward, backward, step = (
         [[reason for reason, _ in waits].count(WORKER) for waits in steps] for steps in found.by_phase.values()

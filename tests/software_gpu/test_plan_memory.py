@@ -30,7 +30,6 @@ from tests.zero.parity.training import Block, Record, assert_same_bits
 # of the last segment would be what is measured.
 LARGE = replace(CASE, widths=(64, 2000, 2600, 2000, 64), dtype="fp32")
 LARGE_LAYER, TOKENS, TOLERANCE = 5_203_000, 64, 0.05
-
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.STREAMED, Placement.RESIDENT
 PLANS = {"2 slots": (2, (STREAMED,)), "resident": (1, (RESIDENT,)), "mixed": (2, (RESIDENT, STREAMED, CPU))}
 """The slots, and the placements of the units in turn, of the plans that replace each other between steps."""

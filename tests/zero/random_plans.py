@@ -23,7 +23,6 @@ from perf_model.schedule.plan import UpdatePlan, place_all
 from perf_model.schedule.workload import Partition, Range
 
 KINDS = {f"{one.value} to {other.value}" for one in Placement for other in Placement if one is not other}
-"""The kinds of moves: from each placement to each other one."""
 
 
 @dataclass

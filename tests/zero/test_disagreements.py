@@ -79,7 +79,6 @@ CONFIG = Case(name="release", blocks=(), schedule=False).ds_config(CPU)
 
 
 def start(*, version: str = "0.20.0") -> str:
-    """Return the class of an engine's optimizer with this release of DeepSpeed, or the message of the refusal."""
     with mock.patch.object(deepspeed, "__version__", version):
         try:
             engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=CONFIG)

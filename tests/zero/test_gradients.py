@@ -66,8 +66,6 @@ def engine_of(model: torch.nn.Module, block: Block, accumulation: int = 1, **zer
 
 
 class LayersInTurn(torch.nn.Module):
-    """Two layers, the second of which is not used in every forward, or the first one several times."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -124,8 +122,6 @@ def test_an_abandoned_window_of_gradients_is_not_applied() -> None:
 
 
 class RaisesInBackward(torch.autograd.Function):
-    """The identity, with a backward that raises."""
-
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -204,7 +200,6 @@ TRAFFIC_CASES = [(block, accumulation) for accumulation in (1, 3) for block in (
 
 
 def traffic(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    """Train, and return the traffic of gradients between host memory and the accelerator."""
     buckets = {"reduce_bucket_size": 100_000}
     case = Case(name="traffic", blocks=(block,), accumulation=accumulation, sub_group_size=4000, zero=buckets)
     with shared_folder() as folder, closing_engine(case, block) as engine:

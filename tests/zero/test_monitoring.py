@@ -53,7 +53,6 @@ class Wandb(ModuleType):
 
 
 def monitored(folder: Path, hardware: str) -> dict[str, Any]:
-    """Train with a monitor and a recorded run; one of the seven steps overflows."""
     extra = {"steps_per_print": 2, "wandb": {"enabled": True}}
     poisoned = {OVERFLOWS_IN: float("inf")}
     case = Case(name="monitored", blocks=(), world_size=2, steps=STEPS, poisoned=poisoned, extra=extra)
@@ -72,7 +71,6 @@ def all_threads() -> Any:
 
 
 def timed() -> dict[str, Any]:
-    """Return the seconds of DeepSpeed's ``step`` timer and of slow exposed updates, and the events of a profiler."""
     case = Case(name="timed", blocks=(), world_size=2, steps=1, extra={"wall_clock_breakdown": True})
     step_s: list[float] = []
     exposed_s: list[float] = []
@@ -109,7 +107,6 @@ UPDATED = [step for step in range(1, STEPS + 1) if step != OVERFLOWS_IN + 1]
 """Steps from 1, as DeepSpeed counts them."""
 
 LOGGED = [step for step in UPDATED if step % LOG_EVERY == 0]
-
 Observed = tuple[Path, list[dict[str, Any]]]
 """The folder of the run, and the observations of both ranks, by subject."""
 

@@ -158,13 +158,11 @@ def names_of_deepspeed() -> frozenset[str]:
 
 @cache
 def files_by_class() -> dict[str, str]:
-    """Return the source of the file that defines each of our classes, by the name of the class."""
     sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
     return {name: source for source in sources for name in re.findall(r"^class (\w+)", source, re.MULTILINE)}
 
 
 def defined_private_names(sources: Iterable[str]) -> set[str]:
-    """Return the private names of functions, classes, variables and attributes that ``sources`` define."""
     found: set[str] = set()
     for source in sources:
         for node in ast.walk(ast.parse(source)):

@@ -152,7 +152,6 @@ OPTIMIZERS: list[tuple[dict[str, Any], str, str, Any]] = [
 XPU = SimpleNamespace(device_name=lambda: "xpu")
 # As on CUDA, the CPU kernel cannot update a slot.
 ON_GPU = devices.AcceleratorChoice(HostDevice(), slots_on_host=False)
-
 NO_ACCESS = mock.patch.object(os, "open", side_effect=PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 ON_XPU = mock.patch.object(devices, "get_accelerator", return_value=XPU)
 WITHOUT_KERNEL = mock.patch.object(plugin, "choose_device", return_value=ON_GPU)

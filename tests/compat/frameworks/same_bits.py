@@ -19,7 +19,6 @@ NOT_OF_TRAINING = {"training_args.bin"}
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors in the files below ``folder``, by file and place."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
         if path.name in NOT_OF_TRAINING:

@@ -53,7 +53,6 @@ def write_model(folder: Path) -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Write lines of Python's standard library, which every machine has, in the formats of the frameworks."""
     code = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
     lines = [line.strip() for line in code if len(line.strip()) > 20][:EXAMPLES]
     pairs = [(line[:10], line[10:80]) for line in lines]

@@ -122,7 +122,6 @@ def write_partitions(optimizer: Any) -> None:
 
 
 def write_masters(optimizer: Any) -> None:
-    """Set the masters that all ranks share equally: DeepSpeed 0.19.8 cannot set others."""
     for param in _params(optimizer):
         if param.ds_numel % dist.get_world_size() == 0:
             value = torch.full(param.ds_shape, SMALL, device=get_accelerator().current_device_name())

@@ -102,7 +102,6 @@ ALL_GATHER, A_READ = "all_gather_into_tensor", "aten::sum in accesses.py"
 MASTERS, PARAMETERS = "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat"
 FLUSH_AND_PREFETCH, PUBLISH_AND_FORWARD = ("_flush_states", "_prefetch"), ("_publish", "forward")
 PUBLISH_AND_GATHER, GPU_STEP_AND_GATHER = ("_publish", ALL_GATHER), ("_gpu_step", ALL_GATHER)
-
 not_published, not_recorded = missing(Executor, "publish"), missing(torch.Tensor, "record_stream")
 
 

@@ -173,15 +173,12 @@ def does_not_wait_for_the_write_back(residents: ResidentStates) -> None:
 
 
 def readers_do_not_wait(name: str) -> Callable[[], AbstractContextManager[object]]:
-    """Let readers of the optimizer's attribute ``name`` read at once."""
     attribute = WaitsBeforeRead(do_nothing)
     attribute.__set_name__(GuardedStates, name)
     return patched(GuardedStates, name, attribute)
 
 
 class IndependentStream(device.Stream):
-    """A stream that waits for no other stream."""
-
     def wait_stream(self, stream: Any) -> None:
         """Replace the wait."""
 
@@ -190,8 +187,6 @@ streams_do_not_wait_for_streams = patched(SoftwareAccelerator, "Stream", propert
 
 
 class UnawaitedWork(SoftwareWork):
-    """The handle of a collective that no stream waits for."""
-
     def wait(self, *_: Any) -> bool:
         return True
 

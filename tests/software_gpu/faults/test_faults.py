@@ -17,7 +17,6 @@ from tests.software_gpu.settings import Settings
 from tests.zero.parity.training import differences, run_variant
 
 Seeded = Callable[[], AbstractContextManager[object]]
-
 LAZY = Settings(lazy=True, lazy_s=20.0)
 """A task for which nothing waits is later than the end of any of these runs, also on a busy machine."""
 

@@ -28,7 +28,6 @@ BYTES_PER_TOKEN = 8192
 """The activations that each layer keeps from forward to backward, per token."""
 
 EXPERTS = 256
-
 SLOWDOWN = 1e5
 """The factor between a machine and the one that the plans are made for: on that, no window hides an update."""
 
@@ -57,8 +56,6 @@ class Step:
 
 
 class KeepsActivations(torch.autograd.Function):
-    """The identity, with memory that is in use from forward to backward."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size_bytes: int, in_backward: bool) -> torch.Tensor:
         ctx.in_backward_bytes = size_bytes if in_backward else 0

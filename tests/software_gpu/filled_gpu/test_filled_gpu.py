@@ -28,7 +28,6 @@ from tests.zero.parity.case import Case
 from tests.zero.parity.training import Block, Record, assert_same_bits, differences, gathered
 
 pytestmark = [pytest.mark.P1, pytest.mark.P6]
-
 BLOCK = CASE.blocks[0]
 SHORT, LONGEST = 64, 6000
 """Tokens. The activations of the longest inputs take more memory than all states."""
@@ -43,7 +42,6 @@ def on_cpu(seen: Seen) -> list[int]:
 
 
 def takes_memory(seen: Seen) -> bool:
-    """Return whether units took memory of the GPU that they did not have after the first step."""
     return min(on_cpu(seen)) < on_cpu(seen)[0]
 
 
@@ -69,7 +67,6 @@ def scripted(*, after: int = 10, taken_bytes: int = 0, retries: int = 0) -> Abst
 
 
 def failing_reservation() -> AbstractContextManager[Any]:
-    """Return a context in which the third reservation fails, on the last rank only."""
     reserve, calls = Slot.reserve, 0
 
     def reserved(*args: Any, **kwargs: Any) -> Slot:
@@ -199,7 +196,6 @@ def by_values(memory_mib: int, margin_mib: int, grown: Step, fault: Fault, *smal
 
 
 def unbalanced(mib: int, *, in_backward: bool = False) -> Step:
-    """Return a step whose layers keep so much memory each, or need it one after the other in backward."""
     return Step((TOKENS,), busiest=mib * 2**20 // BYTES_PER_TOKEN, in_backward=in_backward)
 
 

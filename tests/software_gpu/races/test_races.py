@@ -33,7 +33,6 @@ from tests.zero.parity.training import Block, Record, assert_same_bits, run_vari
 from tests.zero.random_plans import KINDS, MoveCounts, random_moves
 
 Script = Callable[[], AbstractContextManager[object]]
-
 ACCESSED = Case(name="accesses", blocks=(), clip=0.5, accumulation=2, steps=8)
 WRITES = (
     accesses.write_gathered,
@@ -62,8 +61,6 @@ def trained(case: Case, block: Block, script: Script = nullcontext) -> Record:
 
 
 def in_turn(accesses: tuple[Callable[[Any], Any], ...], place: Callable[..., Script] = after_each_step) -> Script:
-    """Call another one of the ``accesses`` after each step, or at another ``place``."""
-
     def script() -> AbstractContextManager[object]:
         turns = cycle(accesses)
         return place(lambda optimizer: next(turns)(optimizer))()

@@ -37,7 +37,6 @@ from tests.zero.parity.training import closing_engine, shared_folder
 from tests.zero.random_plans import MoveCounts, random_moves
 
 CASE = Case(name="endurance", blocks=(STRIDE_2,), clip=0.5, schedule=False)
-
 PERIOD = 20
 MOVES_SHARE, SKIPPED_SHARE, EVALUATED_SHARE = 0.1, 0.02, 0.05
 """The shares of the steps after which units move, that are skipped, and after which the model is evaluated."""
@@ -58,13 +57,11 @@ LIMITS = {
 """The largest growth per step of each quantity: half of that of a leak."""
 
 WARM_UP_STEPS = 1_000
-
 MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 """The fields of the C library's ``struct mallinfo2``, all of which are of type ``size_t``."""
 
 
 def allocated_bytes() -> int:
-    """Return the bytes that this process has allocated and not freed, in all arenas, also those of mapped memory."""
     fields = [(name, ctypes.c_size_t) for name in MALLINFO2.split()]
     statistics = ctypes.CDLL(None).mallinfo2
     statistics.restype = type("MallocStatistics", (ctypes.Structure,), {"_fields_": fields})
@@ -127,7 +124,6 @@ def train(engine: Any, step: int, rng: random.Random) -> None:
 
 
 def save_and_load(engine: Any, folder: Path, plan: UpdatePlan) -> None:
-    """Save and load a checkpoint, which replaces the one before, and run the first plan again."""
     engine.save_checkpoint(str(folder), tag="tag")
     engine.load_checkpoint(str(folder))
     engine.optimizer._before_eviction()

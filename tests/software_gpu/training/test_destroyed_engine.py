@@ -63,7 +63,6 @@ def memory_of(block: dict[str, Any] | None) -> tuple[int, int, int, int]:
 
 
 def reserved_bytes_of(optimizer: Any) -> int:
-    """Return the bytes that the plugin has reserved on the device now; none with stock's optimizer."""
     plugin = getattr(optimizer, "accounting_device", None)
     reservations = [] if plugin is None else plugin.reserved
     return sum(each.count * each.each_bytes for each in reservations if each.kind is MemoryKind.ACCELERATOR)

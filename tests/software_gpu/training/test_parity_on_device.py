@@ -48,7 +48,6 @@ Arm = tuple[str, Block, Block]
 
 
 def arms_of(case: Case, blocks: tuple[Block, ...], adversary: str) -> Iterator[Arm]:
-    """Yield the arms of these blocks; a case that resumes does so with stock and with the plugin in turn."""
     for block in blocks:
         if not case.resume:
             yield adversary, block, block

@@ -23,11 +23,9 @@ from tests.zero.parity.training import Block, Record, assert_same_bits, collect
 
 STEPS, SAVE_EVERY = 4, 2
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer")
-"""The keys of the config that the Trainer sets."""
 
 
 def train(block: Block, folder: Path, resume_from: Path | None = None) -> Record:
-    """Train with the Trainer, from the start or from a checkpoint, and return the record."""
     config = Case(name="Trainer", blocks=(), sub_group_size=4000, schedule=False).ds_config(block)
     parameters = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     config |= {**dict.fromkeys(AUTO, "auto"), "optimizer": {"type": "AdamW", "params": parameters}}

@@ -22,7 +22,6 @@ from tests.zero.parity.training import Block, real_numel, recorded, same
 Seen = Iterator[tuple[str, Any]]
 """Tensors, numbers and text, each with a name, in the same order for stock and for the plugin."""
 Scenario = Callable[["BehaviourVariant"], Seen]
-
 BLOCK = {"placement": "stride", "update_stride": 2}
 WIDTH = 14
 
@@ -70,7 +69,6 @@ class BehaviourVariant:
         return copy.deepcopy(config if self.block is None else {**config, "deep_optimizer_states": self.block})
 
     def engine(self, model: torch.nn.Module, arguments: dict[str, Any] | None = None, **changes: Any) -> Any:
-        """Return a new engine. ``arguments`` are passed to ``deepspeed.initialize``, ``changes`` to ``config``."""
         given = {"model_parameters": [param for param in model.parameters() if param.requires_grad]}
         given.update(arguments or {})
         engine, *_ = deepspeed.initialize(model=model, config=self.config(**changes), **given)
@@ -78,7 +76,6 @@ class BehaviourVariant:
         return engine
 
     def finish(self) -> Seen:
-        """Yield the states of all engines and whether their optimizers are this variant's, and destroy the engines."""
         expected = "DeepSpeedZeroOptimizer_Stage3" if self.block is None else "DeepOptimizerStates_Stage3"
         for engine in self.engines:
             if engine.global_steps > 0:
@@ -112,7 +109,6 @@ def in_each(*blocks: dict[str, Any]) -> Callable[[Scenario], Scenario]:
 
 
 def seen(scenario: Scenario, block: Block) -> list[tuple[str, object]]:
-    """Return the values that the caller of the scenario sees with this config block, and all states at its end."""
     torch.manual_seed(5)
     variant = BehaviourVariant(block)
     try:
@@ -170,7 +166,6 @@ def gradients(engine: Any) -> Seen:
 
 
 def params(engine: Any) -> Seen:
-    """Yield the full fp32 parameters, and the gathered ones that forward computes with."""
     for name, param in engine.module.named_parameters():
         full = safe_get_full_fp32_param(param)
         yield f"fp32 {name}", None if full is None else full.clone()
@@ -200,7 +195,6 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def unequal(expected: list[tuple[str, Any]], found: list[tuple[str, Any]]) -> list[str]:
-    """Return one line for each of the first values that are not equal to the bit."""
     names = [name for name, _ in expected], [name for name, _ in found]
     if names[0] != names[1]:
         return [f"stock yields {len(names[0])} values, the plugin {len(names[1])}, or values with other names"]

@@ -95,7 +95,6 @@ def everything(engine: Any) -> Seen:
 
 @in_each({}, STREAMED)
 def moments_in_the_dtype_of_the_masters(variant: BehaviourVariant) -> Seen:
-    """Assign such moments, and load a checkpoint, which converts them with bf16 masters, inside a window."""
     engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=3)
     yield from train(engine, 3)
     with shared_folder() as folder:
@@ -173,7 +172,6 @@ def all_gathered(engine: Any) -> Seen:
 
 
 def generation(variant: BehaviourVariant) -> Seen:
-    """Remove and restore DeepSpeed's hooks for generation, while an update may be in flight."""
     engine = variant.engine(BehaviourNet(), zero_optimization={"offload_param": {"device": "cpu"}})
     for step in range(4):
         yield from train(engine, 1, first=step)
@@ -285,7 +283,6 @@ def assigned_states(variant: BehaviourVariant) -> Seen:
 
 
 def states_assigned_before_a_skipped_step(variant: BehaviourVariant) -> Seen:
-    """Skip the step after states were cleared: stock starts from zeros in the step after that."""
     engine = variant.engine(BehaviourNet(), **FP16)
     yield from train(engine, 2, torch.float16)
     engine.optimizer.state[engine.optimizer.fp32_partitioned_groups_flat[0]].clear()
@@ -299,7 +296,6 @@ def states_assigned_before_a_skipped_step(variant: BehaviourVariant) -> Seen:
 
 
 def saved_states_that_were_assigned(variant: BehaviourVariant) -> Seen:
-    """Save before and after the update that uses assigned and cleared states, and load both checkpoints."""
     engine = variant.engine(BehaviourNet())
     yield from train(engine, 2)
     with shared_folder() as folder:

@@ -130,13 +130,11 @@ class OneOfTwoLayers(BehaviourNet):
 
 
 def backward(engine: Any, step: int, factor: float = 1.0) -> None:
-    """Run backward, and wait until the steps that it has started are done."""
     engine.backward(loss_of(engine(inputs(step))) * factor)
     wait_for_speculations(engine)
 
 
 def after_an_interrupted_step(engine: Any) -> None:
-    """Interrupt a step when the gradients are complete. The next backward does not reach the second layer."""
     backward(engine, 0)
     interrupted = mock.patch.object(engine.optimizer, "_optimizer_step", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):

@@ -205,8 +205,6 @@ def leaf_modules(variant: BehaviourVariant) -> Seen:
 
 
 class Shared(BehaviourNet):
-    """A network with a tied weight, with parameters that are used outside their module, and with recomputed layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers[-1].weight = self.layers[0].weight
@@ -267,7 +265,6 @@ def mixtral() -> torch.nn.Module:
 
 
 def experts(variant: BehaviourVariant) -> Seen:
-    """Train with all experts on each rank, then with rules by name and the experts divided among the ranks."""
     world_size = dist.get_world_size()
     rules = [{"match": "*.experts.*", "states": "streamed"}, {"match": "*.self_attn.*", "states": "cpu"}]
     # One rank has all experts in either case.

@@ -108,7 +108,6 @@ def lacks_a_name(engines: Engines) -> None:
 
 
 def resizes_a_buffer(engines: Engines) -> None:
-    """Load into buffers of another size, whose module overrides the load."""
     with changed_models(engines) as models:
         for model in models:
             add_observer(model, 4)

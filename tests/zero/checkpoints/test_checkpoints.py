@@ -115,7 +115,6 @@ def resume(folder: Path) -> None:
 
 
 def tags(folder: Path) -> None:
-    """Check that tags, ``latest``, partial loads and exports have the results of stock."""
     stock, ours = (save_and_load_by_tag(block, folder / name) for name, block in VARIANTS.items())
     assert len(stock) == 7
     for name, expected in stock.items():
@@ -265,7 +264,6 @@ none.
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the checkpoints of ``VARIANTS``, saved and converted when a test first needs them."""
     return tmp_path_factory.mktemp("checkpoints")
 
 

@@ -47,10 +47,8 @@ from tests.zero.random_plans import moves_in_turn
 CASE = Case(name="killed", blocks=(), world_size=2, steps=6, clip=0.5)
 SERIAL_STRIDE_2, EAGER = {**STRIDE_2, **WITHOUT_FORWARD_OVERLAP}, eager(CPU)
 BLOCKS = (STRIDE_2, SERIAL_STRIDE_2, STREAMED_ONE_SLOT, EAGER, eager(STRIDE_2), eager(STRIDE_2), STRIDE_2, EAGER)
-
 PHASES = ("save", "load", "promotion", "speculation", "commit", "update", "backward", "forward")
 PARTS = {"save": 4, "load": 5, "promotion": 2, "update": 4, "commit": 4}
-"""The number of parts of a phase, at least, in a step of each run."""
 WITHIN = ("commit", "speculation")
 """Phases that a rank is killed in, and not at a random moment after their start."""
 
@@ -58,10 +56,7 @@ WITHIN = ("commit", "speculation")
 UPDATE_S = FORWARD_S = 0.002
 WRITE_S = 0.02
 LOAD_S = PROMOTION_S = 0.01
-
 MOVES = moves_in_turn((Placement.RESIDENT, 700), (Placement.CPU, 300), (Placement.STREAMED, 500))
-
-
 DECOUPLED = {"checkpoint": {"writer": {"type": "python", "decoupled": True}}}
 KILLED = {"data parallel": CASE, "decoupled": replace(CASE, extra=DECOUPLED)}
 
@@ -73,7 +68,6 @@ def forward(engine: Any, step: int) -> torch.Tensor:
 
 
 def train(engine: Any, folder: Path, first: int, mark: Any = lambda *_: None) -> None:
-    """Train from step ``first`` on, and save after each step. After every second one, a forward overlaps first."""
     for step in range(first, CASE.steps):
         mark("forward", step)
         loss = forward(engine, step)

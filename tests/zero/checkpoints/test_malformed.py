@@ -30,7 +30,6 @@ from tests.zero.parity.training import Record, closing_engine, differences, gath
 
 STEPS = 3
 TAG = f"global_step{STEPS}"
-
 MISSING = object()
 OTHER_VALUES = (None, True, -1, 10**30, math.nan, "", "text", b"\0", [], {}, {"a": 1}, (1, 2), torch.zeros(3), object)
 STATE = OPTIMIZER_STATE_DICT, OPTIMIZER_STATE_DICT, "state", 0
@@ -172,7 +171,6 @@ def three_parts_missing(message: str) -> list[str]:
 
 
 def load_damaged_checkpoints() -> list[tuple[str, str, list[str]]]:
-    """Return each damage, its outcome and the problems of all ranks; at the end, those of training on."""
     case = Case(name="malformed", blocks=(STRIDE_2,), world_size=2, steps=STEPS, clip=0.5, frozen=True)
     found = []
     with shared_folder() as folder, closing_engine(case, None) as stock, closing_engine(case, STRIDE_2) as ours:

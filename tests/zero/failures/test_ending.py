@@ -52,7 +52,6 @@ STEPPED = "has made its first step"
 
 
 def run(way: str, folder: str) -> None:
-    """Run the user's script. The update of each range is delayed, so that it is in flight when the script ends."""
     deepspeed.init_distributed()
     case = Case(name="ending", blocks=(), world_size=dist.get_world_size())
     engine = make_engine(case, CPU)
@@ -128,7 +127,6 @@ LOGGED = "The optimizer update was not applied as a whole (ValueError: injected 
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Finished]]]:
-    """Run all scripts at the same time, and return the folder of each, and how its ranks have ended."""
     with ThreadPoolExecutor() as pool:
         folders = {way: tmp_path_factory.mktemp("ending") for way in CODES}
         script = ["-m", "tests.zero.failures.test_ending"]

@@ -125,7 +125,6 @@ def must_raise_everywhere(call: Callable[[], Any]) -> None:
 
 
 def must_recover(engine: Any, folder: Path) -> None:
-    """Check that no inconsistent state is used or saved, and that the checkpoint restores the bits of stock."""
     must_refuse(step, engine)
     must_refuse(engine.save_checkpoint, str(folder / "inconsistent"))
     must_refuse(engine.save_16bit_model, str(folder / "inconsistent16"))
@@ -141,7 +140,6 @@ def must_recover(engine: Any, folder: Path) -> None:
 
 @contextmanager
 def trained(block: Block) -> Iterator[tuple[Any, Path]]:
-    """Yield an engine that has saved a checkpoint and made one more step, and the folder of the checkpoint."""
     with shared_folder() as folder, closing_engine(CASE, block) as engine:
         train(engine, CASE, folder)
         engine.save_checkpoint(str(folder))

@@ -130,7 +130,6 @@ class InterruptedTraining:
         self.engine.save_checkpoint(str(self.folder / str(self._saves)))
 
     def is_interrupted(self, between: str, alarm: AbstractContextManager[Any]) -> bool:
-        """Train two steps inside the alarm, save and resume after it; return whether it came."""
         try:
             with alarm:
                 self.train_two_steps(between)

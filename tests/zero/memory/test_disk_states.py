@@ -48,7 +48,6 @@ def train_steps(engine: Any, steps: range) -> Record:
 
 
 def mapped_bytes(folder: str) -> int:
-    """Return the bytes that this process has mapped from files without a name in ``folder``."""
     found = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, *_, path = line.split(maxsplit=5)

@@ -18,7 +18,6 @@ class BudgetedTraining:
             self.steps(*[needs] * OBSERVED_STEPS)
 
     def step(self, needs: int, *, evicts: bool = False) -> int:
-        """Train one step that ``needs`` so many bytes, and return the budget afterwards."""
         held = 0 if evicts else self.held
         self.peak = max(self.peak, needs + held)
         free = self.total - (needs if evicts else self.peak)

@@ -33,7 +33,6 @@ from tests.zero.parity.training import (
 
 GB = 10**9
 STATES = (40 * GB, 2_500_000_000)
-
 TWO_RANKS, TWO_CONTAINERS = SharingRanks(on_node=2, in_container=2), SharingRanks(on_node=2, in_container=1)
 NEEDED = "for 2,500,000,000 parameters (masters and moments, gradients, rounded parameters)"
 

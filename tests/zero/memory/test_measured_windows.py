@@ -12,15 +12,12 @@ from tests.profiler.virtual import VirtualDevice
 
 
 class TrainingBesideUpdates:
-    """Steps with a forward and a backward of some seconds. Deferred updates on the CPU last 1 s."""
-
     def __init__(self, updates: int = FIRST_UPDATES) -> None:
         self.device = VirtualDevice()
         self.windows = MeasuredWindows(self.device, updates, needs_forward=updates > 0)
         self.inside: list[bool] = []
 
     def step(self, forward_s: float, backward_s: float, copies_s: float = 0.0) -> None:
-        """Train one step, whose forward follows the update of the step before."""
         self.windows.before_forward(trains=True)
         self.device.now_s += forward_s
         self.windows.backward_starts()

@@ -43,8 +43,6 @@ class AnyInputs(torch.nn.Module):
 
 
 class Hooked:
-    """The hooks on a model, with what they have called in order, and the memory that training uses."""
-
     def __init__(self, model: torch.nn.Module, short_at: int = -1) -> None:
         self.model = model
         self.calls: list[str] = []
@@ -65,7 +63,6 @@ class Hooked:
         return self.calls.count("ask") == self._short_at
 
     def is_larger(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether memory is evicted before a forward with these inputs."""
         self.calls.clear()
         self.model(*args, **kwargs)
         return "evict before a forward that may need more than any before" in self.calls

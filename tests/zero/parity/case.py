@@ -15,7 +15,6 @@ STRIDE_2 = {"placement": "stride", "update_stride": 2, "unit_size": 700}
 STRIDE_3 = {"placement": "stride", "update_stride": 3, "num_slots": 3, "unit_size": 500}
 RESIDENT = {"placement": [{"match": "*", "states": "resident"}]}
 STRIDE_OF_SUB_GROUPS = {"placement": "stride", "update_stride": 2}
-
 WITHOUT_FORWARD_OVERLAP = {"overlap_forward": False}
 WITHOUT_BACKWARD_OVERLAP = {"overlap_backward": False}
 SERIAL = {**WITHOUT_FORWARD_OVERLAP, **WITHOUT_BACKWARD_OVERLAP}

@@ -41,7 +41,6 @@ PLANNED_REST = by_name({"layers.0.*": "resident", "*.2.*": "streamed"})
 """Rules by name; the last ones leave layers to the planner."""
 
 INF, NAN = float("inf"), float("nan")
-
 ALL_ON_DISK = {**CPU, "unit_size": 5000, "host_memory_gb": 0.0}
 SOME_ON_DISK = {**STRIDE_2, "unit_size": 3000, "host_memory_gb": 0.0004}
 """A block with which the last layers are on disk, and others are streamed."""

@@ -36,7 +36,6 @@ class ParityNet(torch.nn.Module):
 
 
 def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets of shape [4, width], the same whenever rank and micro-batch are the same."""
     generator = torch.Generator().manual_seed(1000 * micro_batch + rank)
     x = torch.randn(4, case.widths[0], generator=generator)
     target = 8 * torch.randn(4, case.widths[-1], generator=generator)
@@ -44,7 +43,6 @@ def batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> tuple[
 
 
 def param_groups(model: ParityNet, case: Case) -> list[dict[str, object]]:
-    """Return the case's param groups, to which the trainable parameters are assigned round-robin."""
     params = [param for param in model.parameters() if param.requires_grad]
     count = len(case.groups)
     return [{"params": params[position::count], **asdict(group)} for position, group in enumerate(case.groups)]

@@ -25,7 +25,6 @@ from tests.zero.parity.parity_model import ParityNet, batch, param_groups
 Block = dict[str, Any] | None
 """The plugin's config block; None is stock DeepSpeed."""
 Result = dict[str, Any]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -90,7 +89,6 @@ class Record:
 
 
 def make_engine(case: Case, block: Block) -> Any:
-    """Return an engine with the case's model, initialized the same whenever the case is the same."""
     torch.manual_seed(17)
     config = case.ds_config(block)
     if case.zero_init:
@@ -109,7 +107,6 @@ def run_variant(case: Case, block: Block) -> Record:
 
 
 def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
-    """Train the case and save a checkpoint, then load it in a fresh engine and train the case again."""
     with counted_speculations() as counts, shared_folder() as folder:
         with closing_engine(case, saved_by) as engine:
             train(engine, case, folder)
@@ -212,7 +209,6 @@ def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any
 
 
 def collect(optimizer: Any, record: Record) -> None:
-    """Record every fp32 master, moment and 16-bit parameter of this rank, and the step counts."""
     steps = record.numbers["step"] = []
     first = first_id(optimizer)
     for sub_group_id, group in enumerate(optimizer.fp16_groups):
@@ -268,7 +264,6 @@ def differences(expected: Record, found: Record) -> list[str]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal to the bit, and tensors on the same device."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False
@@ -292,7 +287,6 @@ def placements_by_name(optimizer: Any) -> dict[str, Placement]:
 
 
 def same_as_stock(case: Case) -> Result:
-    """Train the case with stock and with the plugin; a case that resumes, from each one's checkpoint with the other."""
     if case.resume:
         stock = run_resumed(case, None, None)
         variants = {f"stock to {block}": run_resumed(case, None, block) for block in case.blocks}

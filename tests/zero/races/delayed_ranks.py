@@ -24,7 +24,6 @@ from tests.zero.parity.case import Case, by_sub_group
 from tests.zero.parity.training import assert_same_bits, gathered, run_variant
 
 KINDS = ("all_", "barrier", "broadcast", "gather", "inference_all_reduce", "reduce", "scatter")
-
 MAX_DELAY_S = 0.004
 
 

@@ -75,7 +75,6 @@ OVERFLOW_STEP = 2
 
 @contextmanager
 def closing_engine_of(case: TensorParallelCase, layout: SharedModel, block: Block) -> Iterator[Any]:
-    """Yield an engine of the layout's model, initialized the same whenever case and rank are; destroy it at the end."""
     config = case.parity_case(layout, STEPS).ds_config(block)
     torch.manual_seed(3)
     init = deepspeed.zero.Init(config_dict_or_path=config, mpu=layout.mpu) if case.zero_init else nullcontext()

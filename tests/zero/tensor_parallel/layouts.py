@@ -15,7 +15,6 @@ import torch.distributed as dist
 from tests.tiny_llama import INNER, VOCABULARY, WIDTH, tiny_llama
 
 MODEL_RANKS = 2
-
 BY_NAME = {"layers.1.mlp.": "streamed", "self_attn.o_proj": "resident", "self_attn.": "cpu", "embed_tokens": "streamed"}
 
 
@@ -87,8 +86,6 @@ class MegatronNet(torch.nn.Module):
 
 
 class MegatronGroups:
-    """An ``mpu``: the groups of ranks that share a model, and of ranks that share a shard."""
-
     def __init__(self) -> None:
         world_size = dist.get_world_size()
         models = [list(range(first, first + MODEL_RANKS)) for first in range(0, world_size, MODEL_RANKS)]
