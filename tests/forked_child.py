@@ -6,7 +6,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -23,6 +23,15 @@ def protection_of(address: int, process: int | str = "self") -> str:
 def is_mapped(address: int, process: int | str = "self") -> bool:
     """Return whether the process has mapped ``address``. A read from another address would end the process."""
     return protection_of(address, process) != ""
+
+
+def affinities() -> dict[int, frozenset[int]]:
+    """Return the CPUs of each thread of this process, without those that end meanwhile."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):
+            found[int(task.name)] = frozenset(os.sched_getaffinity(int(task.name)))
+    return found
 
 
 def exit_code_of_child(run: Callable[[], int]) -> int:

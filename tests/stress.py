@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.launch import REPOSITORY, environment, run_ranks
+from tests.launch import REPOSITORY, environment
 from tests.ranks import on_ranks
+from tests.software_gpu.races.race_ranks import check_random_cases
+from tests.software_gpu.ranks import software_process_group
 from tests.zero.behaviour.random_calls import compare_calls
 from tests.zero.on_accelerator import software_gpu
 from tests.zero.process_group import process_group
@@ -37,20 +39,8 @@ def schedules(seed: int) -> str | None:
 
 
 def engine(seed: int) -> str | None:
-    cases = [str(seed * CASES_PER_ROUND + number) for number in range(CASES_PER_ROUND)]
-    finished = run_ranks(1 + seed % 3, ["-m", "tests.software_gpu.races.race_ranks", *cases], TIMEOUT_S)
-    answers = finished[0].answers()
-    bad = [found for found in map(races_of, answers) if found]
-    if len(answers) != len(cases) or any(rank.returncode != 0 for rank in finished):
-        bad.append(f"{len(answers)} answers of {len(cases)}")
-        bad += [f"rank {number}, {rank.returncode}:\n{rank.output[-5000:]}" for number, rank in enumerate(finished)]
-    return "\n".join(bad) or None
-
-
-def races_of(answer: dict[str, Any]) -> str:
-    found = zip(answer["races"], answer["differences"], strict=True)
-    lines = [f"rank {rank}: {line}" for rank, (races, others) in enumerate(found) for line in (*races, *others)]
-    return "\n".join([f"{answer['case']}, {answer['block']}", answer["schedule"], *lines]) if lines else ""
+    seeds = range(seed * CASES_PER_ROUND, (seed + 1) * CASES_PER_ROUND)
+    return failure_of(1 + seed % 3, check_random_cases, seeds, group=software_process_group)
 
 
 def delays(seed: int) -> str | None:

@@ -242,8 +242,6 @@ def test_the_number_of_omp_threads_does_not_change_the_bits() -> None:
     on_ranks(1, compare, STRIDE_2, timeout_s=200, OMP_NUM_THREADS="0")
 
 
-# Interrupts of commands
-
 JOB = ("--profile", "h100", "--model", "7B", "--sequence", "2048")
 PLANNING = {
     "plan": [*JOB, "--world-size", "8", "--micro-batch", "1"],

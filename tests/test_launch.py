@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.launch import run_ranks
 from tests.ranks import on_ranks
+from tests.software_gpu.ranks import software_process_group
+from tests.software_gpu.training.endurance_ranks import grown
 
 
 def fail_on_rank_1(numbers: list[int]) -> None:
@@ -35,9 +36,5 @@ def test_a_failure_names_the_rank_and_the_values_of_the_assertion() -> None:
 )
 def test_training_keeps_no_memory_and_no_files_unless_something_leaks(steps: int, leak: str, grows: set[str]) -> None:
     """Train while units move, steps are skipped, and the model is evaluated, saved and loaded; the seed is 1."""
-    script = ["-m", "tests.software_gpu.training.endurance_ranks", "1", str(steps), leak]
-    (finished,) = run_ranks(1, script, timeout_s=600 + 2 * steps)
-    assert finished.returncode == 0, finished.output[-4000:]
-    (found,) = finished.answers()
-    assert found["steps"] == steps
-    assert set(found["grown"]) == grows, found["growth"]
+    (found,) = on_ranks(1, grown, 1, steps, leak, group=software_process_group, timeout_s=600 + 2 * steps)
+    assert found.keys() == grows, found

@@ -238,7 +238,6 @@ def test_units_in_rules_have_the_placement_of_their_rule_and_name_it(
     assert streamed["deepspeed_config"]["deep_optimizer_states"]["num_slots"] >= 1
 
 
-# Disks
 LARGE_UNITS = ["--unit-size", "200000000"]
 DESKTOP = ["plan", "--profile", "rtx4090", "--host-memory-gb", "64", "--model", "Qwen2.5-7B", "--offload-param"]
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +32,7 @@ from deep_opt_states.device.kernels.fused import FusedAdam
 from deep_opt_states.device.kernels.library import InstructionSet, library
 from deep_opt_states.device.kernels.probe_arithmetic import _train
 from deep_opt_states.runtime.worker import Worker
+from tests.forked_child import affinities
 from tests.kernels.adam_steps import (
     BETAS,
     GRADS,
@@ -207,9 +206,6 @@ def test_assumed_steps_change_no_bit_of_the_steps_that_follow(pow_when_repeated:
     assert differences(ours, expected) == []
 
 
-# Every value of 16 bits
-
-
 def every_value(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).short()
     return bits[torch.randperm(2**16, generator=generator)].view(dtype)
@@ -289,9 +285,6 @@ def test_states_have_the_nan_of_stock_and_bf16_parameters_have_0x7fc0(
         assert torch.equal(found, getattr(theirs, name).view(found.dtype)), name
 
 
-# The arithmetic
-
-
 @EACH_DTYPES
 def test_the_search_distinguishes_all_arithmetics_that_compute_differently(dtypes: StateDtypes) -> None:
     """Check the candidates against one another: rounding to bf16 hides nearly all of their differences."""
@@ -326,17 +319,6 @@ def test_tensors_that_do_not_fit_are_refused_by_the_fused_kernel(dtypes: StateDt
             kernel.update(0, case)
     with pytest.raises(AssertionError):
         kernel.update(0, tensors, ElementRange(begin=0, end=63, sub_group_numel=64))
-
-
-# Threads
-
-
-def affinities() -> dict[int, set[int]]:
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # the thread has ended meanwhile
-            found[int(task.name)] = os.sched_getaffinity(int(task.name))
-    return found
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")

@@ -142,9 +142,6 @@ def _compiled_anew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-# The instructions
-
-
 SUMS = {Tail.UNFUSED: 6 * ELEMENTS_PER_THREAD, Tail.GRADIENT_FUSED: 0, Tail.MOMENT_FUSED: 0}
 """Sums per thread: the kernel calls ``_multiply_add`` six times per element, which adds only in an unfused tail."""
 

@@ -97,7 +97,6 @@ def test_a_bad_profile_is_refused_with_rule_value_and_remedy(text: str, message:
     assert len(str(caught.value).splitlines()) >= 2, "the remedy"
 
 
-# The cost of actions
 NUMEL = 10**9
 
 
@@ -171,7 +170,6 @@ def test_without_rates_of_an_accelerator_everything_is_updated_on_the_cpu() -> N
     assert stock.load(ActionKind.PUBLISH, NUMEL).total_s == pytest.approx(expected_s)
 
 
-# The lower bound of an update
 WORKLOAD = Workload.from_numels([10**6] * 1000)
 A_SLOT = 12 * 10**6
 """The bytes of a slot of these units."""

@@ -82,7 +82,6 @@ def test_sub_groups_of_one_layer_share_a_unit_while_they_fit() -> None:
         assert [unit.numel for unit in cut_into_units(groups, size).units] == numels
 
 
-# Rules by name
 OF_A_LAYER = ("self_attn.q_proj", "mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "input_layernorm")
 OF_LAYERS = [f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in OF_A_LAYER]
 NAMES = ["model.embed_tokens.weight", *OF_LAYERS, "model.norm.weight", "lm_head.weight"]

@@ -61,7 +61,6 @@ def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_work
     assert planned.exposed_s == pytest.approx(expected.exposed_s, rel=1e-12)
 
 
-# Requests
 LAYERS = [[Partition(f"layers.{layer}.weight", BORDER_MULTIPLE * (2_000_000 + layer)) for layer in range(12)]]
 
 REQUEST = PlanRequest(

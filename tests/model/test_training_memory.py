@@ -118,7 +118,6 @@ def test_stock_pins_nothing_and_rounds_and_sums_in_host_memory() -> None:
     assert MemoryUse.from_reservations(reserved_by_stock(plan(CPU), BF16)).host_bytes == (6 + 2 + 2) * NUMEL
 
 
-# States on disk
 MILLION = 10**6
 LAYERS = [Partition(f"layers.{index}.weight", 4 * MILLION) for index in range(10)]
 NORMS = [Partition(f"layers.{index}.norm", 5000, is_persistent=True) for index in range(10)]
@@ -158,7 +157,6 @@ def test_a_plan_with_states_on_disk_is_bound_by_the_disk_and_hides_reads_and_wri
     assert 3 * unit_bytes / 6e9 < hidden_s < 3 * unit_bytes / 6e9 + 3 * unit_bytes / 4e9
 
 
-# The memory of training
 SHAPES = {**MODELS, "30B": paper_model("30B", layers=60, hidden=6656, heads=52, numel=27.75e9)}
 PEAKS = list(csv.DictReader((REPOSITORY / "benchmarks/data/published_peaks.csv").open()))
 """The published stock runs whose log was read: ``benchmarks/data/README.md`` has the rule."""

@@ -46,9 +46,6 @@ MIXED = UpdatePlan(
 )
 
 
-# Threads
-
-
 def test_states_are_touched_by_the_thread_that_updates_them_and_each_thread_enters_the_device() -> None:
     device, zeroed_by, updated_by, entered = HostDevice(), list[int](), dict[int, int](), list[int]()
     adam = fused()
@@ -110,9 +107,6 @@ def test_a_worker_raises_in_its_constructor_and_runs_tasks_in_the_caller_after_i
         worker.submit(lambda: 1 // 0).result(timeout=10)
 
 
-# Memory
-
-
 class Allocations(TorchDispatchMode):
     """A mode that records every torch operation whose result has memory that no argument has."""
 
@@ -170,9 +164,6 @@ def test_a_step_reserves_nothing_and_allocates_nothing() -> None:
     assert len(issuing.found) >= 2, "the watch sees an allocation"
 
 
-# Refusals
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -201,9 +192,6 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused(text: str
         training.executor.load_plan(schedule, units)
     assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
     training.end()
-
-
-# Failures
 
 
 @pytest.mark.P6

@@ -63,9 +63,6 @@ def test_units_that_move_between_updates_have_no_race_and_give_the_serial_bits(m
     assert is_right(model, iterations, HostDevice())
 
 
-# Too little memory
-
-
 @contextmanager
 def short_of_memory(device: Device[Any], allocations: int) -> Iterator[None]:
     left = [allocations]
@@ -117,8 +114,6 @@ def test_a_move_that_lacks_memory_changes_nothing(model: Model, seed: int, alloc
     assert faults_of(is_right_after_the_move) == []
 
 
-# Resident states
-
 MODEL = Model(numels=(20, 9), persistent=[[(14, 18)], []])
 WORKLOAD = Workload((Unit(0, (Range(0, 0, 16),)), Unit(1, (Range(0, 16, 4),)), Unit(2, (Range(1, 0, 9),))))
 PLAN, OTHER_PLAN = (
@@ -160,9 +155,6 @@ def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_is_a_fault() -> Non
             assert faults_of(partial(is_right, MODEL, iterations)), method
 
 
-# Speculated steps
-
-
 KEEP = Issuer.keep_speculations
 LEFT_OUT: dict[str, tuple[type, str, Callable[..., None]]] = {
     "no COMMIT": (Actions, "_commit", lambda actions, action: None),
@@ -187,9 +179,6 @@ def test_a_part_of_the_speculation_that_is_left_out_is_a_fault() -> None:
     for name, left_out in LEFT_OUT.items():
         with mock.patch.object(*left_out):
             assert any(map(faults, range(20))), name
-
-
-# A restart after a failure
 
 
 def fail_here(training: MovingTraining) -> None:

@@ -233,8 +233,6 @@ def test_a_layer_ends_at_a_dot() -> None:
     assert rename(names, {"m.1": ["n"]}) == {"m.1.w": ["n.w"], "m.10.w": ["m.10.w"], "m.1.x.w": ["n.x.w"]}
 
 
-# Training
-
 CASE, STEPS = SharingCase(layers=5, every=2, scale="sum", dtype="bf16"), 3
 
 

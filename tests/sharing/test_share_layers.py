@@ -118,9 +118,6 @@ def test_a_hugging_face_model_with_shared_layers_is_saved_once_and_loaded(tmp_pa
     assert LlamaForCausalLM._tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-# Refusals
-
-
 def unequal(name: str, values: list[Any]) -> Stack:
     model = Stack(3)
     for layer, value in zip(model.model.layers, values, strict=True):

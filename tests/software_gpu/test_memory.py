@@ -60,9 +60,6 @@ def test_the_pages_of_memory_of_the_device_allow_no_access() -> None:
     assert ctypes.c_float.from_address(device.real_address(address)).value == 1
 
 
-# Copies
-
-
 CHUNK_NUMEL = 25_000
 
 
@@ -91,9 +88,6 @@ def test_large_copies_between_host_and_device_are_divided_and_no_others() -> Non
         assert _names_of_work(lambda: ours.copy(on_gpu[:few], host[:few])) == ["copy H2D"]
         assert _names_of_work(lambda: ours.copy(other, on_gpu)) == ["copy"]
         assert _names_of_work(lambda: ours.copy(in_bf16, host)) == ["copy H2D", "copy"]
-
-
-# What the race check knows, and no seeded fault shows
 
 
 def races_of(program: Callable[[], object]) -> list[str]:

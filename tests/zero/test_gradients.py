@@ -19,6 +19,7 @@ from deep_opt_states.zero.step.norms import Norms, sums_in_order
 from perf_model.schedule.placement import Placement
 from tests.ranks import ranks
 from tests.software_gpu.faults.faults import sums_on_the_host
+from tests.software_gpu.faults.missing_order import do_nothing
 from tests.software_gpu.plugged import plugged
 from tests.software_gpu.ranks import software_process_group
 from tests.tiers import thorough
@@ -103,20 +104,15 @@ def step_after(
         engine.destroy()
 
 
-def do_nothing(engine: Any) -> None: ...
-
-
-def abandon_a_backward(engine: Any) -> None:
-    engine.backward(engine(rows(10), True))
-    engine.optimizer.zero_grad()
-
-
 @ranks(1)
 def test_an_abandoned_window_of_gradients_is_not_applied() -> None:
+    def abandon(engine: Any) -> None:
+        engine.backward(engine(rows(10), True))
+        engine.optimizer.zero_grad()
+
     for accumulation, block in ((2, CPU), (3, STREAMED)):
-        abandoned, undisturbed = (
-            step_after(block, disturb, accumulation, uses_second=False) for disturb in (abandon_a_backward, do_nothing)
-        )
+        runs = (step_after(block, disturb, accumulation, uses_second=False) for disturb in (abandon, do_nothing))
+        abandoned, undisturbed = runs
         assert abandoned == undisturbed, (accumulation, block)
         assert abandoned[0] > 0
 
@@ -138,16 +134,11 @@ def fail_in_backward(engine: Any) -> None:
     hook.remove()
 
 
-def fail_and_zero_gradients(engine: Any) -> None:
-    fail_in_backward(engine)
-    engine.zero_grad()
-
-
 @ranks(1)
 def test_gradients_of_a_failed_backward_are_not_mixed_with_later_ones() -> None:
     """Check DeepSpeed's bucket, in whose own memory gradients are reduced: it still has those of that backward."""
     undisturbed = step_after(None, do_nothing, reduce_scatter=False)
-    for fail in (fail_in_backward, fail_and_zero_gradients):
+    for fail in (fail_in_backward, lambda engine: (fail_in_backward(engine), engine.zero_grad())):
         # Stock reduces the gradients that are left in the bucket together with the next ones.
         assert step_after(None, fail, reduce_scatter=False) == "AssertionError"
         for block in (CPU, STREAMED):

@@ -12,7 +12,7 @@ from tests.ranks import ranks
 from tests.tiers import thorough
 from tests.zero.parity.case import CPU, SERIAL, STREAMED, STRIDE_2, WITHOUT_BACKWARD_OVERLAP, Case
 from tests.zero.parity.cases import TWO_DECAYS
-from tests.zero.parity.training import Block, Record, closing_engine, differences, run_resumed, run_variant
+from tests.zero.parity.training import closing_engine, differences, run
 from tests.zero.random_plans import KINDS, MoveCounts, random_moves
 
 CASES = (
@@ -55,10 +55,6 @@ CASES = (
 """Cases in which random units move after every step."""
 
 
-def record_of(case: Case, saved_by: Block, block: Block) -> Record:
-    return run_resumed(case, saved_by, block) if case.resume else run_variant(case, block)
-
-
 @pytest.mark.P1
 @pytest.mark.P2
 @pytest.mark.P4
@@ -67,13 +63,13 @@ def test_a_thousand_units_that_move_between_steps_leave_the_bits_of_stock() -> N
     counts: list[MoveCounts] = []
     for case in (case for case in CASES if case.world_size == dist.get_world_size()):
         (block,) = case.blocks
-        stock = record_of(case, None, None)
+        stock = run(case, None, None)
         counts.append(MoveCounts())
         # A case that resumes also transfers checkpoints.
         arms = ((None, block), (block, None), (block, block)) if case.resume else ((block, block),)
         with random_moves(2 + len(case.name), counts[-1], 1.0):
             for arm in arms:
-                assert not differences(stock, record_of(case, *arm)), (case.name, arm)
+                assert not differences(stock, run(case, *arm)), (case.name, arm)
     assert set().union(*(moved.kinds for moved in counts)) == KINDS, "every kind of move happens"
     assert sum(moved.kinds.total() for moved in counts) >= 1000
     for name in ("recut_plans", "evictions", "restorations"):

@@ -37,15 +37,13 @@ FIRST, FILLED = [Step((SHORT,))] * 8, [Step((SHORT,))] * 16
 """The memory of a GPU, and the steps in which it is filled, and more."""
 
 
-def on_cpu(seen: Seen) -> list[int]:
-    return [placed["cpu"] for placed in seen.placed]
+def count(seen: Seen, placement: str = "cpu") -> list[int]:
+    """Return the number of units with this placement, after each step."""
+    return [placed[placement] for placed in seen.placed]
 
 
 def takes_memory(seen: Seen) -> bool:
-    return min(on_cpu(seen)) < on_cpu(seen)[0]
-
-
-# Short memory
+    return min(count(seen)) < count(seen)[0]
 
 
 def last_rank() -> bool:
@@ -95,12 +93,12 @@ def trained(
 def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_one() -> None:
     stock, _ = train_on_gpu(FILLED, None)
     default, log = trained(stock, FILLED, nullcontext())
-    at_start, filled = on_cpu(default)[0], on_cpu(default)[-1]
+    at_start, filled = count(default)[0], count(default)[-1]
     assert sum(default.placed[0].values()) == at_start > filled
     assert ("GPU memory for states 0.0 GB -> " in log) == (dist.get_rank() == 0)
     for short in (scripted(taken_bytes=MEMORY - 60 * 2**20), scripted(retries=1), failing_reservation()):
         seen, log = trained(stock, FILLED, short)
-        assert min(on_cpu(seen)) == filled < on_cpu(seen)[-1]
+        assert min(count(seen)) == filled < count(seen)[-1]
     # After an allocation that fails, all states are evicted on that rank, and the next plan takes at most half.
     assert any(seen.evicted) >= last_rank()
     assert log.count("could not be reserved: a larger gpu_memory_margin_gb") == last_rank()
@@ -110,10 +108,7 @@ def test_states_fill_the_gpu_and_leave_it_on_all_ranks_when_memory_is_short_on_o
     steps = [*FIRST, *[Step((2 * SHORT if last_rank() else SHORT,))] * 8]
     seen, _ = trained(train_on_gpu(steps, None)[0], steps, nullcontext())
     assert sum(seen.evicted) == last_rank(), "evicted once, on the last rank only"
-    assert on_cpu(seen)[-1] == filled
-
-
-# Growing need
+    assert count(seen)[-1] == filled
 
 
 _may_need_more = WatchedForwards._may_need_more
@@ -243,17 +238,13 @@ def test_a_need_that_grows_between_the_first_steps_and_the_first_plan_is_met() -
         assert takes_memory(growth.train(growth.case.blocks[0], growth.out_of_memory)[1])
 
 
-def residents(seen: Seen) -> list[int]:
-    return [placed["resident"] for placed in seen.placed]
-
-
 @pytest.mark.thorough
 @ranks(1, group=software_process_group, timeout_s=600)
 def test_states_leave_within_a_forward_that_takes_half_of_the_margin() -> None:
     seen = check_memory(FROM_LAYER_TO_LAYER)
     assert not any(seen.failed)
     assert sum(seen.evicted) == 2, "within a forward, the memory is given back a step earlier"
-    assert residents(seen)[BALANCED - 1] > residents(seen)[-1]
+    assert count(seen, "resident")[BALANCED - 1] > count(seen, "resident")[-1]
 
 
 @pytest.mark.parametrize("name", ["at once in forward", thorough("at once in backward")])
@@ -264,4 +255,4 @@ def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of
     assert seen.failed == [step == BALANCED for step in steps]
     # The windows are measured again in one step, in which the CPU updates all units.
     assert seen.evicted == [step in (BALANCED, BALANCED + 1) for step in steps]
-    assert residents(seen)[BALANCED] > residents(seen)[BALANCED + 2]
+    assert count(seen, "resident")[BALANCED] > count(seen, "resident")[BALANCED + 2]

@@ -1,7 +1,6 @@
 """Train many steps on the device, and measure whether the process keeps more and more memory or files.
 
-The arguments are a seed, the number of steps, and the kind of a leak to add, "every" or "none". Every ``PERIOD`` steps,
-after a save and a load and with the same plan, everything is counted that the process keeps. There is one answer.
+Every ``PERIOD`` steps, after a save and a load and with the same plan, everything is counted that the process keeps.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import gc
 import math
 import os
 import random
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -25,11 +23,9 @@ import torch
 import torch.distributed as dist
 
 from perf_model.schedule.plan import UpdatePlan
-from tests.launch import answer
 from tests.software_gpu import device
 from tests.software_gpu.device import DeviceRuntime
 from tests.software_gpu.plugged import plugged
-from tests.software_gpu.ranks import software_process_group
 from tests.zero.on_accelerator import on_accelerator
 from tests.zero.parity.case import STRIDE_2, Case
 from tests.zero.parity.parity_model import batch
@@ -140,7 +136,8 @@ def growth_of(samples: list[float]) -> float:
     return (median(late) - median(early)) / (PERIOD * (len(samples) - 2 * quarter))
 
 
-def main(seed: int, steps: int, leak: str) -> None:
+def grown(seed: int, steps: int, leak: str) -> dict[str, float]:
+    """Return what grows, with a kind of leak, "every" or "none"."""
     kept: list[Any] = []
     rng, samples = random.Random(seed), []
     with (
@@ -162,9 +159,4 @@ def main(seed: int, steps: int, leak: str) -> None:
         growth = {name: growth_of([sample[name] for sample in samples]) for name in samples[0]}
         # Host memory grows in the first steps, with stock, too: it is judged if the second quarter is later.
         judged = set(LIMITS) - (set() if steps >= 4 * WARM_UP_STEPS else {"host memory, bytes"})
-        answer({"growth": growth, "grown": [name for name in judged if growth[name] > LIMITS[name]], "steps": steps})
-
-
-if __name__ == "__main__":
-    with software_process_group():
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+        return {name: growth[name] for name in judged if growth[name] > LIMITS[name]}

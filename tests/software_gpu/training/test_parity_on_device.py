@@ -21,7 +21,7 @@ from tests.software_gpu.settings import ADVERSARIES, MachineRates
 from tests.tiers import thorough
 from tests.zero.parity.case import Case
 from tests.zero.parity.cases import CASES, DEPARTURES, QUICK
-from tests.zero.parity.training import Block, Record, assert_same_bits, run_resumed, run_variant
+from tests.zero.parity.training import Block, assert_same_bits, run
 from tests.zero.tensor_parallel import cases as tensor_parallel
 from tests.zero.tensor_parallel.cases import TensorParallelCase
 from tests.zero.tensor_parallel.layouts import layouts
@@ -87,13 +87,9 @@ def plans(block: Block) -> bool:
     return block is not None and Config(**block).may_plan
 
 
-def trained(case: Case, saved_by: Block, resumed_by: Block) -> Record:
-    return run_resumed(case, saved_by, resumed_by) if case.resume else run_variant(case, resumed_by)
-
-
 def check(case: Case, arms: list[Arm]) -> None:
     """Train the case with stock on the CPU, for departures on gradients of zero, and the arms on the device."""
-    expected = trained(replace(case, zero_instead_of_skip=True), None, None)
+    expected = run(replace(case, zero_instead_of_skip=True), None, None)
     # Training that changed nothing would have equal bits, too.
     assert len(set(expected.numbers["loss"])) > 2
     rates = MACHINE if any(map(plans, case.blocks)) else MachineRates()
@@ -105,7 +101,7 @@ def check(case: Case, arms: list[Arm]) -> None:
             else plugged(settings, chunk_bytes=CHUNK_BYTES),
             mock.patch.object(planning, "quick_profile", return_value=profile()),
         ):
-            found = trained(case, saved_by, block)
+            found = run(case, saved_by, block)
         label = f"{case.name}, {adversary}, saved by {saved_by}, resumed by {block}"
         assert_same_bits(expected, found)
         assert found.optimizer_class.startswith("DeepSpeed" if block is None else "DeepOptimizerStates"), label

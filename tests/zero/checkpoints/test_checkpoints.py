@@ -255,11 +255,7 @@ JOBS: list[tuple[str, Callable[[Path], None], int, int]] = [
     *((states, universal, 1, 2) for states in ("bf16-masters", "bf16")),
     ("fp32", universal_without_optimizer_states, 1, 1),
 ]
-"""The states, "disk" or values of ``plan --states``; a function that asserts its result; its number of ranks.
-
-The last value is the number of ranks that have saved the checkpoints which it finds in its folder, or 0 if it finds
-none.
-"""
+"""The states, "disk" or of ``plan --states``; a function that asserts its result; its ranks, and those that saved."""
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +269,8 @@ def prepared(root: Path, states: str, world_size: int, *, converted: bool) -> Pa
         folder.mkdir(parents=True)
         on_ranks(world_size, run_on_this_rank, states, save, folder)
     if converted and not (folder / "ours" / "universal").exists():
-        on_ranks(1, run_on_this_rank, states, convert, folder, group=nullcontext)
+        for name in VARIANTS:
+            on_ranks(1, convert_to_universal, folder / name, FIRST_TAG, group=nullcontext)
     return folder
 
 
@@ -285,11 +282,6 @@ def run_on_this_rank(states: str, job: Callable[[Path], None], folder: Path) -> 
     else:
         CASE = replace(CASE, states=states)
     job(folder)
-
-
-def convert(folder: Path) -> None:
-    for name in VARIANTS:
-        convert_to_universal(folder / name, FIRST_TAG)
 
 
 @pytest.mark.P4

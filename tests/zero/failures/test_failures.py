@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -29,6 +29,7 @@ from deep_opt_states.zero.start import assembly
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.node_share import share_cores
 from perf_model.schedule.placement import Placement
+from tests.forked_child import affinities
 from tests.kernels.intercepted import before_each_update
 from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, WITHOUT_FORWARD_OVERLAP, Case, eager
@@ -155,15 +156,6 @@ def backward_with_failure(engine: Any) -> None:
     assert failures == [InjectedFailure] * dist.get_rank(), failures
 
 
-def affinities() -> set[frozenset[int]]:
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        # The thread of a wait may end now.
-        with suppress(ProcessLookupError):
-            found.add(frozenset(os.sched_getaffinity(int(task.name))))
-    return found
-
-
 def share_bound_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
     """Bind threads as on CUDA: the update to the last of this rank's CPUs, all other threads to the first."""
     cpus = sorted(os.sched_getaffinity(0))
@@ -272,17 +264,17 @@ def test_a_failed_speculation_in_backward_counts_only_if_its_step_is_kept() -> N
 @ranks(2)
 def test_an_engine_that_fails_to_initialize_leaves_no_thread_bound() -> None:
     """Let rank 1 fail after threads were bound and memory was allocated, then ``destroy`` on both ranks."""
-    free = affinities()
+    free = {*affinities().values()}
     with mock.patch.object(assembly, "share_cores", share_bound_cores):
         failure = RanksDisagree if dist.get_rank() == 0 else InjectedFailure
         with failing_method(StateMemory, "lock"), pytest.raises(failure, match="by this test"):
             make_engine(CASE, STRIDE_2)
-        assert affinities() == free
+        assert {*affinities().values()} == free
         engine = make_engine(CASE, STRIDE_2)
-    assert affinities() != free
+    assert {*affinities().values()} != free
     optimizer = engine.optimizer
     failing = mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "destroy", side_effect=InjectedFailure)
     with failing, pytest.raises(InjectedFailure):
         optimizer.destroy()
-    assert affinities() == free
+    assert {*affinities().values()} == free
     assert not optimizer.optimizer.state

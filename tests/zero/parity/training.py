@@ -116,6 +116,11 @@ def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
             return replace(train(engine, case, folder), speculations=counts)
 
 
+def run(case: Case, saved_by: Block, block: Block) -> Record:
+    """Train the case with ``block``; one that resumes, from the checkpoint of ``saved_by``."""
+    return run_resumed(case, saved_by, block) if case.resume else run_variant(case, block)
+
+
 @contextmanager
 def closing_engine(case: Case, block: Block) -> Iterator[Any]:
     engine = make_engine(case, block)

@@ -133,5 +133,6 @@ def layouts() -> dict[str, SharedModel]:
     }
 
 
-def one_rank_per_model(config: dict[str, Any]) -> SharedModel:
-    return SharedModel(make=tiny_llama, mpu=None, config=config, sharded="down_proj", by_name=BY_NAME)
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+ONE_RANK = SharedModel(make=tiny_llama, mpu=None, config=UNIVERSAL, sharded="down_proj", by_name=BY_NAME)
+"""The layout of AutoTP's model on a rank that has all of it, and loads universal checkpoints."""
