@@ -51,11 +51,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory when a process ends, also under its launchers.
-
-    The buffers are removed after all tests, because the ranks of another worker may still use theirs. So may those of
-    another session, which runs at the same time.
-    """
+    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory, except those of ranks that still run."""
     if not hasattr(session.config, "workerinput"):
         for path in shared_buffers() - session.stash[BUFFERS_BEFORE] - open_shared_buffers():
             path.unlink(missing_ok=True)
@@ -63,7 +59,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def other_defaults() -> Iterator[None]:
-    """Run the test with another default dtype and default device, as scripts may set them."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):

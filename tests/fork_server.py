@@ -1,13 +1,8 @@
 """Fork the ranks of tests from a process that has imported PyTorch, DeepSpeed and the plugin already.
 
-Importing takes 4 s of CPU time per rank, which is more than many tests train. The server imports once per worker of
-pytest. It starts no thread, no process group and no parallel region before it forks, so that each rank finds the
-libraries as a fresh interpreter that has just imported them. Each rank is a process and a session of its own, and runs
-its module as ``__main__``.
-
-A forked rank differs from a fresh interpreter in two ways: modules are imported already, and all ranks of a worker use
-the same hash of a string. Tests that need a fresh interpreter start their ranks with ``fresh=True``;
-``tests.launch.run_ranks`` itself starts those that set variables which are read when modules are imported.
+Importing takes 4 s of CPU time per rank, which is more than many tests train. The server starts no thread, no process
+group and no parallel region before it forks, so that each rank finds the libraries as a fresh interpreter does. Two
+things differ: modules are imported already, and all ranks of a worker use the same hash of a string.
 """
 
 from __future__ import annotations
@@ -49,7 +44,6 @@ class ForkServer:
             )
 
     def fork(self, module: str, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
-        """Fork a process that runs ``module`` as ``__main__``; raise ``RuntimeError`` if the server has ended."""
         output, their_output = os.pipe()
         status, their_status = os.pipe()
         message = json.dumps({"module": module, "arguments": arguments, "environment": environment}).encode()

@@ -21,12 +21,10 @@ def protection_of(address: int, process: int | str = "self") -> str:
 
 
 def is_mapped(address: int, process: int | str = "self") -> bool:
-    """Return whether the process has mapped ``address``. A read from another address would end the process."""
     return protection_of(address, process) != ""
 
 
 def affinities() -> dict[int, frozenset[int]]:
-    """Return the CPUs of each thread of this process, without those that end meanwhile."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):
@@ -52,7 +50,6 @@ def exit_code_of_child(run: Callable[[], int]) -> int:
 
 @contextmanager
 def alarm_after(seconds: float, handler: Callable[..., object]) -> Iterator[None]:
-    """Call ``handler`` once, ``seconds`` after the start of the context, unless it has ended before."""
     previous = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

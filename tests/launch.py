@@ -89,10 +89,8 @@ def run_ranks(
 ) -> list[Finished]:
     """Run a program as one process per rank, with the environment that a launcher sets, and wait for all ranks.
 
-    ``arguments`` are those of ``python``, ``changes`` are environment variables. ``["-m", module, ...]`` is forked from
-    the fork server, unless it needs a fresh interpreter: because it is ``fresh``, or because ``changes``, or the test,
-    set a variable that is read when modules are imported. A rank that outlives the timeout, counted from the start of
-    all ranks, is killed; its return code is negative then.
+    ``["-m", module, ...]`` is forked from the fork server, unless it is ``fresh``, or ``changes``, or the test, set a
+    variable that is read when modules are imported. A rank that outlives the timeout is killed.
     """
     port, size = free_port(), str(world_size)
     shared = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **changes}
@@ -108,7 +106,6 @@ def run_ranks(
 def run_together(
     commands: list[list[str]], port: int, timeout_s: float, environments: list[dict[str, str]]
 ) -> list[Finished]:
-    """Run ``commands`` at the same time; their ranks meet at ``port``. Kill a process that outlives the timeout."""
     processes = [
         subprocess.Popen(
             command,

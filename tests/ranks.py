@@ -1,8 +1,7 @@
 """Run the body of a test on ranks: ``@ranks(2)`` starts two processes, in which the body runs in a process group.
 
-The ranks are forked from the fork server. Each one imports the module of the test, with pytest's assertion messages,
-and calls the body with the parameters of the test, which must be picklable. ``tmp_path`` is the same folder on all
-ranks. A test that compares the results of ranks, or that shares a training with other tests, calls ``on_ranks``.
+Each rank imports the module of the test, with pytest's assertion messages, and calls the body with the parameters of
+the test, which must be picklable. ``tmp_path`` is the same folder on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tests.launch import Finished, run_ranks
 from tests.zero.process_group import end_process, process_group
 
 Group = Callable[[], AbstractContextManager[object]]
-"""Returns the context in which a rank runs the body."""
 
 OUTPUT_CHARACTERS = 5000
 

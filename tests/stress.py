@@ -48,7 +48,6 @@ def delays(seed: int) -> str | None:
 
 
 def sequences(seed: int) -> str | None:
-    """Compare calls in random order between updates with stock. Return the failure, or None."""
     group = (process_group, partial(software_gpu, "lazy"), partial(software_gpu, "jitter"))[seed % 3]
     return failure_of(1 + seed // 3 % 2, compare_calls, [seed], group=group)
 
@@ -65,7 +64,6 @@ SEARCHES = (schedules, engine, delays, sequences)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Search with successive seeds until the time is over. Return the exit code: 1 after a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="start no new round after this many minutes")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: random)")

@@ -63,7 +63,6 @@ def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel() -> None:
 
 
 def machine_of(cores_per_node: Sequence[int], smt: int = 1) -> tuple[Core, ...]:
-    """Return the cores of a machine with ``cores_per_node`` physical cores on each NUMA node."""
     total = sum(cores_per_node)
     nodes = [node for node, count in enumerate(cores_per_node) for _ in range(count)]
     return tuple(Core(cpus=tuple(range(core, smt * total, total)), node=nodes[core]) for core in range(total))

@@ -97,7 +97,6 @@ def name_of(path: Path) -> str:
 
 
 IMPORTS = {name_of(path): imports_of(path) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
-"""All that each module imports."""
 
 
 def test_each_package_imports_the_packages_of_its_row_and_none_of_later_rows() -> None:
@@ -125,7 +124,6 @@ def test_one_place_imports_deepspeed_triton_torch_or_starts_programs() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Check that the imports form no cycle, including the imports inside functions."""
     # An import of a package runs its __init__ only.
     graph = {module: (names & IMPORTS.keys()) - {module} for module, names in IMPORTS.items()}
     tuple(graphlib.TopologicalSorter(graph).static_order())

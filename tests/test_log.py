@@ -29,7 +29,6 @@ from tests.ranks import on_ranks
 
 @pytest.fixture(autouse=True)
 def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """Yield the logger as it is before the first line, in a process that no launcher has started."""
     logger = logging.getLogger("deep_opt_states")
     before = logger.handlers[:], logger.level, logger.propagate
     logger.handlers[:], logger.level, logger.propagate = [], logging.NOTSET, True

@@ -19,7 +19,6 @@ LLAMA = {
 }
 
 SWEEP = ["--profile", "gh200", "--model", "Llama-3-70B", "--ranks-per-node", "1", "--sequence", "4096"]
-"""Options of ``sweep`` without the pairs."""
 
 PLANNING_COMMANDS = ("plan", "sweep", "cluster")
 
@@ -32,7 +31,6 @@ def job(profile: str | Path = "h100-pcie5", model: str | Path = "13B", world_siz
 
 @cache
 def printed_plan(*arguments: str) -> str:
-    """Return the JSON that ``plan`` prints; it plans for the same arguments once per process."""
     with redirect_stdout(io.StringIO()) as shown:
         assert main(["plan", *arguments, "--json"]) == 0
     return shown.getvalue()

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 
 from perf_model.__main__ import main
-from perf_model.prediction.hardware import REQUIRED, HardwareProfile
+from perf_model.prediction.hardware import HardwareProfile
 from perf_model.presets.comparison import LARGER_MODELS
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.units import significant, size_of
 from tests.cli.planning import job, planned, printed_plan, words_of
 from tests.launch import REPOSITORY
-from tests.model.profiles import RATES, profile
+from tests.model.profiles import CPU_ONLY
 
 KEYS = {"forward_s", "backward_s", "update_s", "exposed_update_s", "fixed_s", "iteration_s"}
 KEYS |= {"tokens_per_s", "mfu", "speed_up"}
 BASELINES = {"stock", "twin_flow", "all_cpu", "all_streamed", "stride_2", "no_offload"}
-CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
 
 
 def write(folder: Path, value: object) -> Path:

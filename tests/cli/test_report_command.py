@@ -149,7 +149,6 @@ def seen(page: Path) -> dict[str, Any]:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium-headless-shell")
 def test_a_browser_shows_the_numbers_of_the_run(run: Path) -> None:
-    """Check also that a button enlarges the timeline, and that another hands the trace to Perfetto."""
     assert main(["report", str(run)]) == 0
     found = seen(run / "report.html")
     assert found["overflow"] <= 0

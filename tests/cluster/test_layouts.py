@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from perf_model.__main__ import main
 from perf_model.cli import cluster_command
 from perf_model.cluster.layouts import layouts_of, tensor_parallel_sizes
-from perf_model.prediction.hardware import REQUIRED
 from perf_model.presets.models import MODELS
 from perf_model.training_run.training_memory import TrainingMemory
-from tests.model.profiles import RATES, job, profile
+from tests.model.profiles import CPU_ONLY, RATES, job, profile
 
 CLUSTER = job(MODELS["Llama-3-8B"], 64, 8, sequence=4096)
 
@@ -144,6 +143,6 @@ def test_the_origin_of_rates_of_the_network_is_stated(tmp_path: Path, capsys: py
     measured = replace(unmeasured.provenance, source="measured")
     path.write_text(replace(profile({**RATES, **rates}), provenance=measured).to_json())
     assert origins(profile=path) == ["measured"] * 2
-    path.write_text(profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12}).to_json())
+    path.write_text(CPU_ONLY.to_json())
     assert main(["cluster", *arguments(profile=path)]) == 2
     assert "profile: must be of a machine with a GPU" in capsys.readouterr().err

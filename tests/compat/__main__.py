@@ -1,9 +1,8 @@
 """Try releases of DeepSpeed and PyTorch with the golden cases, and write ``results.json`` for the tables in the docs.
 
 ``python -m tests.compat [deepspeed==VERSION | torch==VERSION ...]``; without arguments all releases that were tried.
-Each release is installed into a folder of its own, also for the ops that PyTorch compiles; everything else is that of
-this interpreter. Releases of PyTorch are tried with this environment's DeepSpeed, the newest that was tried, and
-removed afterwards: each has 3 to 6 GB.
+Each is installed into a folder of its own. Those of PyTorch, 3 to 6 GB each, are tried with this environment's
+DeepSpeed, and removed afterwards.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class Release(NamedTuple):
 
     @staticmethod
     def from_requirement(text: str) -> Release:
-        """Return the release that an argument such as ``torch==2.14.1`` names, or raise ``ValueError``."""
         package, version = text.split("==")
         return Release(package, version)
 
@@ -71,7 +69,6 @@ class Release(NamedTuple):
 
 
 def try_release(release: Release, names: Sequence[str]) -> dict[str, Any]:
-    """Return the versions that the ranks had, and the result of each case, by name, joined from all ranks."""
     release.install()
     variables = {
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(release.folder)]),

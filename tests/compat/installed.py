@@ -1,9 +1,7 @@
 """Install the wheel and the source distribution with an interpreter, train with each, and write ``results.json``.
 
-``python -m tests.compat.installed FOLDER PYTHON``; FOLDER has one wheel and one source distribution, which
-``make wheel`` builds, and PYTHON is an interpreter. Its fresh virtual environment is outside this checkout, and pip
-chooses the versions of all dependencies, PyTorch and DeepSpeed included; PyTorch and the packages of ``[test]`` need
-6 GB. The source distribution replaces the wheel in this environment.
+``python -m tests.compat.installed FOLDER PYTHON``; FOLDER has the two, which ``make wheel`` builds. The interpreter's
+fresh virtual environment is outside this checkout, and pip chooses the versions of all dependencies, 6 GB of them.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ print(json.dumps({{"python": platform.python_version(), "torch": version("torch"
 
 
 def run(folder: Path, program: str, *arguments: str | Path) -> str:
-    """Run a program of the environment in ``folder``; return its output, or raise ``CalledProcessError``."""
     programs = folder / "venv" / "bin"
     # Paths and modules of the caller's environment must not reach this one.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -72,7 +69,6 @@ def try_distribution(folder: Path, distribution: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, python: str) -> int:
-    """Try the interpreter, print how the training compares with stock, and return 1 if anything differs."""
     distributions = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
     assert len(distributions) == 2, f"{folder} must have one wheel and one source distribution, found {distributions}"
     print(f"{python}, with {' and '.join(path.name for path in distributions)}:", flush=True)

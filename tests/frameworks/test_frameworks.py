@@ -42,7 +42,6 @@ BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": T
 
 
 def write_config(folder: Path, block: bool = True, bf16_states: bool = False) -> Path:
-    """Write the examples' config, with more sub-groups and fewer persistent parameters."""
     config = json.loads((EXAMPLES / "ds_config.json").read_text())
     config["zero_optimization"].update(sub_group_size=300_000, stage3_param_persistence_threshold=10_000)
     # The learning rate is positive from the first step on, so that the resumed parameters differ from the initial ones.
@@ -69,7 +68,6 @@ def check_checkpoints(found: Path, expected: Path, moments: torch.dtype = torch.
 @pytest.mark.parametrize("example", ["accelerated.py", "hf_trainer.py", "with_lightning.py", *map(thorough, THOROUGH)])
 @ranks(1, group=nullcontext)
 def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(example: str, tmp_path: Path) -> None:
-    """Compare checkpoints after each step with stock's, which is not interrupted. Updates outlast ``step()``."""
     from accelerate.state import AcceleratorState, PartialState
 
     example, _, states = example.partition(", ")

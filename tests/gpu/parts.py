@@ -91,7 +91,6 @@ def measure_parts() -> list[Part]:
 
 
 def chosen_parts(listed: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """Return the listed parts with these names, or all if there are no names."""
     known = [part.name for part in listed]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"No part has the name {unknown[0]!r}. The parts are: {', '.join(known)}.")

@@ -1,12 +1,9 @@
 """Run the tests and benchmarks that need a GPU, in parts that each have a time limit, within 9 minutes in total.
 
-``make gpu-check`` runs the tests and the profile, and ``make gpu-measure`` small benchmarks. Text and JSON are written
-after each part, into the folder named by OUT or into ``.cache``, so that a killed run leaves the results of the
-finished parts. The exit code is 0 if every part passed, 1 if one did not, and 2 if there is no GPU. Names of parts
-after the name of the list choose some of its parts: ``python3 -m tests.gpu.run_parts check build kernel``.
-
-The parts that measure no time run at the same time, since a machine with a GPU has many cores. Each part may use its
-own limit, whatever happened to the parts before it, plus the time that they did not use.
+``python3 -m tests.gpu.run_parts check [PART ...]`` (or ``measure``). Text and JSON are written after each part, into
+the folder named by OUT or into ``.cache``, so that a killed run leaves the results of the finished parts. The exit code
+is 0 if every part passed, 1 if one did not, and 2 if there is no GPU. A part may use its own limit, plus the time that
+the parts before it did not use.
 """
 
 from __future__ import annotations
@@ -92,7 +89,6 @@ def check(chosen: Sequence[Part], out: Path, missing: Callable[[], str] = no_gpu
 
 
 def _log_of(name: str, out: Path) -> Path:
-    """Return the file that a part writes to while it runs. Of a killed run, it remains."""
     return out / f"log-{name.replace(' ', '-')}.txt"
 
 
@@ -173,7 +169,6 @@ def remove_compiler_locks(extensions: Path) -> None:
 
 
 def kill_all(variable: str) -> None:
-    """Kill every process that was started with this ``NAME=value`` in its environment."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # has ended, or is another user's
             if variable.encode() in environ.read_bytes().split(b"\0"):

@@ -253,7 +253,6 @@ def result_of(group: str, name: str) -> Any:
 
 
 def check_bits(found: dict[str, Any]) -> None:
-    """Check that the case trained several sub-groups, and that no variant differs from stock."""
     assert found["stock class"] == STOCK
     assert len(found["numbers"]["step"]) >= 4, "a case has several sub-groups"
     for variant, differ in found["differences"].items():

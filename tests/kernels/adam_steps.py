@@ -81,7 +81,6 @@ class Stock:
 def random_tensors(
     numel: int, grad_dtype: torch.dtype, param_dtype: torch.dtype | None, seed: int
 ) -> tuple[AdamTensors, Callable[[], torch.Tensor]]:
-    """Return a sub-group, and a function that returns its next gradient."""
     generator = torch.Generator().manual_seed(seed)
 
     def wild(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -120,7 +119,6 @@ def copied(tensors: AdamTensors) -> AdamTensors:
 
 
 def differences(found: AdamTensors, expected: AdamTensors) -> list[str]:
-    """Return the names of tensors that differ in a bit, or in the places of NaN."""
     differ = []
     for name, theirs in vars(expected).items():
         if name == "grad" or theirs is None:
@@ -179,11 +177,7 @@ def rounded_upper_halves(param_dtype: torch.dtype) -> tuple[AdamTensors, AdamTen
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Return x * y + z, rounded once to float32.
-
-    The exact result is rounded to odd in float64, and then to float32. This is correct because float64 has more than
-    twice the bits of float32, plus two (Boldo, Melquiond).
-    """
+    """Return x * y + z, rounded once to float32."""
     x, y, z = (np.asarray(operand, dtype=np.float32).astype(np.float64) for operand in (x, y, z))
     product_ = x * y  # exact: 48 bits
     total = product_ + z

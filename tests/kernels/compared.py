@@ -73,7 +73,6 @@ def compared(
 
 
 def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a copy on ``device`` that begins at the same distance from the start of its memory."""
     offset = tensor.storage_offset()
     return torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device=device)[offset:].copy_(tensor)
 

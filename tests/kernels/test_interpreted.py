@@ -1,8 +1,7 @@
 """Compare the GPU kernel in Triton's interpreter with the CPU kernel, bit for bit.
 
-The interpreter uses numpy, whose operations on float32 are correctly rounded. The exception is the fused multiply-add,
-which some versions of Triton round twice there; this module replaces it by one that rounds once. So this checks the
-source of the kernel, and not the code that a GPU executes.
+This checks the source of the kernel, and not the code that a GPU executes. Some versions of Triton round the fused
+multiply-add twice in the interpreter; this module replaces it by one that rounds once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from tests.kernels.compared import WIDTHS, cases, compared
 from tests.ranks import ranks
 
 LENGTHS = (63, 64, 65)
-"""Lengths of less than one block of 64 elements, of one block, and of more."""
 
 
 @pytest.mark.P2

@@ -172,7 +172,6 @@ def test_every_launched_kernel_rounds_as_ieee_754_requires_and_contracts_nothing
 
 @triton.jit
 def multiply_add(a, b, c, BLOCK: tl.constexpr):
-    """Compute c += a * b, and leave the fusion to the compiler."""
     at = tl.arange(0, BLOCK)
     tl.store(c + at, tl.load(a + at) * tl.load(b + at) + tl.load(c + at))
 

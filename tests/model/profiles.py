@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
+from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, Provenance
 from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelShape
 
@@ -41,3 +41,6 @@ def profile(rates: Mapping[str, float | None] = RATES) -> HardwareProfile:
         },
         gpu_memory_bytes=80 * 10**9,
     )
+
+
+CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})

@@ -33,7 +33,6 @@ def workloads(draw: st.DrawFn, max_numel: int) -> Workload:
 def plans(
     draw: st.DrawFn, max_numel: int = 10**6, *, may_be_eager: bool = False, may_be_on_disk: bool = False
 ) -> UpdatePlan:
-    """Draw a plan with any placements, any number of slots up to 6, any order, and any eager units if there may be."""
     workload = draw(workloads(max_numel))
     count = len(workload.units)
     placements = draw(st.lists(st.sampled_from(Placement), min_size=count, max_size=count))

@@ -172,7 +172,6 @@ def test_without_rates_of_an_accelerator_everything_is_updated_on_the_cpu() -> N
 
 WORKLOAD = Workload.from_numels([10**6] * 1000)
 A_SLOT = 12 * 10**6
-"""The bytes of a slot of these units."""
 
 # All gradients, 2 GB, are on the accelerator. There is memory for them, and for a thousandth of the states.
 SUMS, ONLY_STREAMED = TrainingSetup(accumulates=True), 2 * 10**9 + A_SLOT

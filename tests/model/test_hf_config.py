@@ -61,7 +61,6 @@ def small(values: dict[str, Any], layers: int = 3) -> dict[str, Any]:
 
 
 def built(values: dict[str, Any]) -> Any:
-    """Return the model that transformers builds from a config, on the meta device."""
     config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)

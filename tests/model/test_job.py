@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perf_model.prediction.hardware import ACCELERATOR_RATES, REQUIRED
+from perf_model.prediction.hardware import ACCELERATOR_RATES
 from perf_model.prediction.network import Network
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
@@ -28,7 +28,7 @@ from perf_model.training_run.micro_batch import (
     PhaseRates,
 )
 from perf_model.training_run.model import ModelError
-from tests.model.profiles import RATES, profile
+from tests.model.profiles import CPU_ONLY, RATES, profile
 
 
 @given(st.integers(MIN_PARAMETERS, MAX_PARAMETERS) | st.integers(MIN_PARAMETERS, 10**10))
@@ -101,8 +101,7 @@ def test_the_slower_of_both_connections_determines_the_time_of_a_collective(
 
 JOB = Job(shape=PRESET, world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)
 GPU = profile({**RATES, "matmul_flops_per_s": 1e14 / TRAINING_SHARE})
-NO_NETWORK = Network(ranks_per_node=8)
-ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=NO_NETWORK)
+ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=Network(ranks_per_node=8))
 
 
 def test_training_runs_at_the_measured_rate_at_a_share_of_that_of_products_or_at_that_of_published_runs() -> None:
@@ -177,7 +176,6 @@ SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, s
 """A job with sequences so short that copying the gradients takes longer than the arithmetic of backward."""
 
 WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
-CPU_ONLY = profile({**{name: RATES[name] for name in REQUIRED}, "matmul_flops_per_s": 1e12})
 
 
 def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:

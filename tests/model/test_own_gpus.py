@@ -64,7 +64,6 @@ def byte_gpt(layers: int, width: int, context: int) -> ModelShape:
 
 
 def placements(cpu_share: float, streamed_share: float) -> tuple[Placement, ...]:
-    """Return the shares of the run: residents first, and units of the CPU evenly among the streamed ones."""
     residents = round((1 - cpu_share - streamed_share) * UNITS)
     share, others = cpu_share / max(cpu_share + streamed_share, 1e-9), range(UNITS - residents)
     on_cpu = [round((place + 1) * share) > round(place * share) for place in others]

@@ -168,12 +168,6 @@ HELD_LESS_WELL = {
 """The errors of runs whose cache is not predicted within 10 %."""
 
 
-def published_job(row: dict[str, str]) -> Job:
-    ranks, more = int(row["dp"]), {"attention": "fused_softmax", "sub_group_size": 100_000_000}
-    on_node = min(GPUS_PER_NODE, ranks)
-    return job_of(SHAPES[row["model_name"]], ranks, on_node, micro_batch=int(row["micro_batch"]), **more)
-
-
 def states_bytes(job: Job, cpu_ratio: float) -> int:
     """Return the bytes of Twin-Flow's states on the GPU: ``cpu_ratio`` of the sub-groups are not there."""
     workload = Workload.from_numels([sum(part.numel for part in parts) for parts in job.sub_groups])
@@ -186,7 +180,9 @@ def states_bytes(job: Job, cpu_ratio: float) -> int:
 @pytest.mark.parametrize("row", PEAKS, ids=lambda row: f"{row['sweep']}, {row['model_name']}, dp {row['dp']}")
 def test_the_predicted_peak_is_that_of_the_published_run(row: dict[str, str]) -> None:
     """Check what PyTorch allocated, and what it held, with what is not the allocator's, as the driver reports it."""
-    job = published_job(row)
+    ranks, more = int(row["dp"]), {"attention": "fused_softmax", "sub_group_size": 100_000_000}
+    shape, on_node = SHAPES[row["model_name"]], min(GPUS_PER_NODE, ranks)
+    job = job_of(shape, ranks, on_node, micro_batch=int(row["micro_batch"]), **more)
     memory, on_gpu_bytes = TrainingMemory(job), states_bytes(job, float(row["cpu_ratio"]))
     outside_bytes = memory.context_bytes - WORKSPACE_BYTES
     allocated_bytes = memory.gpu_bytes - outside_bytes + on_gpu_bytes

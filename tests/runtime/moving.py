@@ -52,7 +52,6 @@ class MovingIteration:
 
     plan: UpdatePlan
     writes_states: bool = False
-    """Whether the caller takes the states back, and writes to master weights."""
     prefetches: bool = False
     is_skipped: bool = False
     speculation: int = 0
@@ -61,7 +60,6 @@ class MovingIteration:
     """The units that a forward gathers on a separate stream while the update runs, modulo their number."""
     advances: bool = True
     writes_params: bool = False
-    """Whether the caller writes to persistent parameters right after the start of the update."""
     overlaps_flushes: bool = False
     """Whether the update ends on the caller's stream only, with flushes in flight."""
 
@@ -322,7 +320,6 @@ def random_iterations(chance: random.Random, model: Model, count: int, *, moves:
 
 
 def iterations_of(chance: random.Random, plans: Sequence[UpdatePlan], count: int) -> list[MovingIteration]:
-    """Return iterations with one of ``plans`` each, and with anything that may come between updates."""
     return [
         MovingIteration(
             plan=chance.choice(plans),

@@ -65,7 +65,6 @@ def hostile_disk(chance: random.Random, longest_s: float = 0.004) -> Iterator[No
 
 
 def is_right(folder: Path, seed: int) -> bool:
-    """Return whether all numbers are right. Every other seed has two folders."""
     chance = random.Random(seed)
     planned = iterations(chance, 5)
     with hostile_disk(chance):
@@ -140,14 +139,6 @@ def test_a_failed_transfer_is_a_failure_of_the_update_that_names_the_folder(
     assert str(tmp_path) in str(training.executor.failure)
 
 
-def use_buffered_io(file: StateFile) -> None:
-    """Let ``file`` use the page cache, which takes memory at any address, as if a mapping differs from direct I/O."""
-    assert file.is_direct
-    with mock.patch.object(StateFile, "read"):
-        file.check_coherence(0)
-    assert not file.is_direct
-
-
 @pytest.mark.P6
 def test_a_failed_read_for_an_update_that_reads_again_changes_nothing(tmp_path: Path) -> None:
     plan = random_plan(random.Random(1))
@@ -173,7 +164,11 @@ def test_a_short_transfer_goes_on_at_the_last_whole_page(tmp_path: Path) -> None
     def short(transfer: Callable[..., int]) -> Callable[..., int]:
         return lambda fd, buffers, offset: transfer(fd, [buffers[0][: min(len(buffers[0]), 4096 + 512)]], offset)
 
-    use_buffered_io(file)
+    # The page cache takes memory at any address. It is used if a mapping differs from direct I/O.
+    assert file.is_direct
+    with mock.patch.object(StateFile, "read"):
+        file.check_coherence(0)
+    assert not file.is_direct
     with mock.patch.multiple(os, preadv=short(preadv), pwritev=short(pwritev)):
         file.write(source, 0)
         target = memoryview(bytearray(2**16))

@@ -1,8 +1,7 @@
 """Remove each wait of the runtime, one at a time: training on the software GPU then has a race, or a wrong number.
 
 A wait is a call in ``deep_opt_states/runtime`` that makes a stream or the host wait for an event, for all lanes or for
-the worker. In a loop, each pass is a wait of its own, and so is the wait of the first, second or third prefetch for
-flushes in flight.
+the worker; in a loop, each pass is one, and so is that of the first, second or third prefetch for flushes in flight.
 """
 
 from __future__ import annotations
@@ -78,16 +77,13 @@ def waits_in_source() -> dict[str, Place]:
             if not isinstance(function, ast.FunctionDef):
                 continue
             calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-            lines = sorted(call.lineno for call in calls if isinstance(call, ast.Attribute) and _waits(call))
+            waits = [call for call in calls if isinstance(call, ast.Attribute) and call.attr in WAITS]
+            # Methods of these names of the runtime's own classes contain waits, but are none.
+            of_runtime = ("self", "self._staging")
+            lines = sorted(wait.lineno for wait in waits if ast.unparse(wait.value) not in of_runtime)
             found |= {f"{path.stem}.{function.name}-{number}": (path.name, line) for number, line in enumerate(lines)}
     assert found.keys() >= WITHOUT_A_NUMBER.keys()
     return {name: place for name, place in found.items() if name not in WITHOUT_A_NUMBER}
-
-
-def _waits(call: ast.Attribute) -> bool:
-    # Methods of these names of the runtime's own classes contain waits, but are none.
-    of_runtime = ("self", "self._staging")
-    return call.attr in WAITS and ast.unparse(call.value) not in of_runtime
 
 
 class RuntimeWaits:

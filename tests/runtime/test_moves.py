@@ -86,7 +86,6 @@ def short_of_memory(device: Device[Any], allocations: int) -> Iterator[None]:
 @plugged()
 @given(models(), seeds, st.integers(0, 20), st.booleans())
 def test_a_move_that_lacks_memory_changes_nothing(model: Model, seed: int, allocations: int, prefetches: bool) -> None:
-    """Check that training goes on with the plan before, and that no memory is lost."""
     chance = random.Random(seed)
     before, after = (random_plan(chance, model) for _ in range(2))
     iterations = [

@@ -39,7 +39,6 @@ def with_schedule(workload: Workload, placements: Sequence[Placement], schedule:
 
 
 def is_right(plan: UpdatePlan, steps: int) -> bool:
-    """Return whether all numbers are right after updates that begin before the device has done backward."""
     model = Model(numels=tuple(unit.numel for unit in plan.workload.units), persistent=[])
     iterations = [MovingIteration(plan=plan)] * steps
     training = MovingTraining(model, plan, SoftwareDevice())
@@ -77,7 +76,6 @@ def has_fault(plan: UpdatePlan) -> bool:
 
 
 def small_plans() -> Iterator[UpdatePlan]:
-    """Yield all placements of 4 units, and mixed placements of 6."""
     for count, codes in ((4, range(2**4)), (6, (0b111111, 0b010101, 0b110110, 0b011110))):
         workload = Workload.from_numels([5, 3, 8, 2, 7, 4][:count])
         for code in codes:

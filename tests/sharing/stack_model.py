@@ -33,8 +33,6 @@ class StackLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding, ``num_layers`` layers in ``self.model.layers`` and a head; the forward returns the loss."""
-
     def __init__(self, num_layers: int, *, checkpointing: Checkpointing | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
@@ -59,8 +57,6 @@ def tokens(rank: int, micro_batch: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingCase:
-    """A model of ``layers`` layers, of which ``every`` have parameters: a ``Stack``, or a Llama of Hugging Face."""
-
     layers: int
     hugging_face: bool = False
     every: int = 1

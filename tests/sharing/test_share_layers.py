@@ -30,7 +30,6 @@ CASES = (
 
 
 def names_of(case: SharingCase) -> tuple[str, list[str], list[str], list[str]]:
-    """Return the path of the layers, and the parameters before, in and after them, in the order of their uses."""
     if not case.hugging_face:
         in_layer = ["norm.weight", "norm.bias", "linear.weight", "linear.bias"]
         return "model.layers", ["embed.weight"], in_layer, ["head.weight", "head.bias"]

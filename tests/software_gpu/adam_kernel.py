@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from deep_opt_states.device.kernels.adam import STATES
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, library
 from deep_opt_states.device.kernels.scalars import Scalars
@@ -20,8 +18,9 @@ class SoftwareAdamKernel:
 
     def _launch(self, *tensors: Any, TAIL: int, BLOCK: int, num_warps: int, **scalars: Any) -> None:
         master, exp_avg, exp_avg_sq, grad, param, numel, cut, skip = tensors
+        # The kernel leaves the first ``skip`` elements alone.
         addresses = {
-            name: None if tensor is None else _address(tensor, skip)
+            name: None if tensor is None else device.real_address(tensor.data_ptr() + skip * tensor.element_size())
             for name, tensor in zip((*STATES, "grad", "param"), (master, exp_avg, exp_avg_sq, grad, param), strict=True)
         }
         update = CUpdate(
@@ -47,8 +46,3 @@ class SoftwareAdamKernel:
             writes=written,
             gpu_s=gpu_s,
         )
-
-
-def _address(tensor: torch.Tensor, skip: int) -> int:
-    """Return where a launched function finds the element behind the ``skip`` elements that the kernel leaves alone."""
-    return device.real_address(tensor.data_ptr() + skip * tensor.element_size())

@@ -329,7 +329,6 @@ _NO_CALLBACK = HostWait()
 
 @contextmanager
 def recorded_host_waits() -> Iterator[list[Wait]]:
-    """Record every wait of the host for the device inside this context, also those that end at once."""
     waits: list[Wait] = []
 
     @HostWait

@@ -93,7 +93,6 @@ def _every_source(folder: Path) -> Path:
 
 
 def compile_library() -> Path:
-    """Compile the extension unless that is done, and return the path of the shared library."""
     name = _name()
     folder = Path(cpp_extension._get_build_directory(name, verbose=False))
     # The linker writes the library while other processes may look for it already.
@@ -114,7 +113,6 @@ def compile_library() -> Path:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the loaded extension with typed functions, whose names begin with ``software_gpu_``."""
     torch.utils.rename_privateuse1_backend(DEVICE_TYPE)
     # Some operators have their meta kernels in Python.
     importlib.import_module("torch._meta_registrations")
@@ -137,7 +135,6 @@ def checked(name: str, *arguments: Any) -> None:
 
 
 def amounts(**used: float) -> Any:
-    """Return the amounts that are used of each resource, by the names in ``RESOURCES``; zero of the others."""
     unknown = used.keys() - set(RESOURCES)
     assert not unknown, unknown
     return Amounts(*(used.get(name, 0.0) for name in RESOURCES))

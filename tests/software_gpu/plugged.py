@@ -86,8 +86,6 @@ for _name, _function in {
 
 
 class TorchWithDevice:
-    """The module ``torch`` with the device in the place of ``torch.cuda``."""
-
     cuda = device
 
     def __getattr__(self, name: str) -> Any:
@@ -120,7 +118,8 @@ def plugged(settings: Settings | None = None, chunk_bytes: int = cuda.CHUNK_BYTE
         patches.enter_context(mock.patch.object(machine, "has_cuda", return_value=True))
         for name in ("current_device", "get_device_properties"):
             patches.enter_context(mock.patch.object(torch.cuda, name, getattr(device, name)))
-        patches.enter_context(mock.patch.object(plugin, "choose_device", partial(_choice, chunk_bytes)))
+        chosen = AcceleratorChoice(cuda.CudaDevice(0, chunk_bytes), slots_on_host=False)
+        patches.enter_context(mock.patch.object(plugin, "choose_device", return_value=chosen))
         patches.enter_context(mock.patch.object(SoftwareProcessGroup, "host_tensors", False))
         devices._no_gpu_adam.cache_clear()
         set_accelerator(SoftwareAccelerator())
@@ -132,7 +131,3 @@ def plugged(settings: Settings | None = None, chunk_bytes: int = cuda.CHUNK_BYTE
         finally:
             set_accelerator(original)
             devices._no_gpu_adam.cache_clear()
-
-
-def _choice(chunk_bytes: int) -> AcceleratorChoice:
-    return AcceleratorChoice(cuda.CudaDevice(0, chunk_bytes), slots_on_host=False)

@@ -1,7 +1,6 @@
 """Run collectives on streams of the device, with the rules of PyTorch's NCCL backend, and Gloo for the data.
 
-A collective runs on a stream of its process group, which first waits for the caller's stream. ``wait()`` on the handle
-makes the stream that is current then wait for the collective; the host does not wait. The handle keeps the tensors.
+``wait()`` on the handle makes the stream that is current then wait for the collective; the host does not wait.
 """
 
 from __future__ import annotations

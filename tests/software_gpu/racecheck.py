@@ -1,8 +1,7 @@
 """Check that all accesses of a program are ordered, whatever the timing was: the setting ``racecheck`` of the device.
 
-The device itself knows streams, events, waits, operators, copies, kernels and allocations (``csrc/racecheck.h``). This
-module reports to it how the host's threads hand over to each other, and which memory the CPU kernels and
-transfers to disk access.
+The device itself knows its streams and memory (``csrc/racecheck.h``). This module reports to it how the host's threads
+hand over to each other, and which memory the CPU kernels and transfers to disk access.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """The speeds of an emulated machine. Where a rate is unlimited, the work takes no emulated time.
-
-    If all are unlimited, no machine is emulated, and events have the times of this machine.
+    """The speeds of an emulated machine, or of this one if all rates are unlimited. Work without a limit takes no time.
 
     Copies and host memory are in bytes per second. ``pageable`` limits copies from and to pageable memory. Kernels take
     ``launch_s`` and then the time of their floating-point operations if they are products of matrices, else of the

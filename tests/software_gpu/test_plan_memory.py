@@ -88,7 +88,6 @@ def gradient_bytes(optimizer: Any) -> dict[Placement, int]:
 
 
 def check_memory(training: Training, name: str, optimizer: Any, allocated: int) -> None:
-    """Check the memory of the running plan between two steps: what it takes, and what an eviction gives back."""
     running, case = optimizer._running, training.case
     plan, width = running.plan, 4 if case.dtype == "fp32" else 2
     accumulates, keeps_sums = case.accumulation > 1, name in training.sums_of
@@ -133,7 +132,6 @@ def adopt(name: str, optimizer: Any) -> None:
 
 
 def train(training: Training, block: Block, stock_bytes: int = 0) -> tuple[Record, int]:
-    """Train and check each plan's memory beyond ``stock_bytes``; return the bits and the least bytes after a step."""
     # Tensors that DeepSpeed has kept of the engine before are not counted.
     gc.collect()
     before = device.memory_allocated()

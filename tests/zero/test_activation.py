@@ -74,7 +74,6 @@ def wrapped_in_deepspeed() -> Iterator[str]:
 
 
 def report(path: str, trained: str, *configs: str) -> None:
-    """Write everything that differs from stock DeepSpeed, with an engine of each config. Then import us, and train."""
     import torch  # noqa: F401
 
     with_torch = sorted(sys.modules)

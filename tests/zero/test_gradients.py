@@ -87,7 +87,6 @@ def rows(seed: int) -> torch.Tensor:
 def step_after(
     block: Block, disturb: Callable[[Any], object], accumulation: int = 1, *, uses_second: bool = True, **zero: Any
 ) -> Any:
-    """Return norm and masters after two steps with ``disturb`` in between, or the name of the error."""
     engine = engine_of(LayersInTurn(), block, accumulation, **zero)
     try:
         for first, uses in ((1, True), (20, uses_second)):

@@ -100,11 +100,9 @@ def timed() -> dict[str, Any]:
 ALWAYS_POSITIVE = {"exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s", "memory_gb"}
 EVERY_UPDATE = ALWAYS_POSITIVE | {"hidden_s", "gpu_share"}
 FOLLOWED = {"iteration_s", "forward_s", "backward_s"}
-"""The values of updates that another update follows."""
 
 WHEN_LOGGED = {"predicted_update_s", "predicted_exposed_s"}
 UPDATED = [step for step in range(1, STEPS + 1) if step != OVERFLOWS_IN + 1]
-"""Steps from 1, as DeepSpeed counts them."""
 
 LOGGED = [step for step in UPDATED if step % LOG_EVERY == 0]
 Observed = tuple[Path, list[dict[str, Any]]]

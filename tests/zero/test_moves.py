@@ -52,7 +52,6 @@ CASES = (
     ),
     Case(name="2 ranks, from and to checkpoints of stock", blocks=(CPU,), world_size=2, clip=0.5, resume=True),
 )
-"""Cases in which random units move after every step."""
 
 
 @pytest.mark.P1

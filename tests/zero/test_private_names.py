@@ -178,9 +178,8 @@ def defined_private_names(sources: Iterable[str]) -> set[str]:
 def foreign_private_names(source: str, ours: set[str]) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each use of a private name that is not one of ours.
 
-    ``ours`` are the names that our package defines. A name that DeepSpeed defines, too, counts as DeepSpeed's. An
-    attribute of ``self`` or ``cls`` is ours if this file defines it, or that of a base class. An override may call the
-    method that it overrides.
+    A name of ``ours`` that DeepSpeed defines, too, counts as DeepSpeed's. An attribute of ``self`` is ours if this file
+    defines it, or that of a base class. An override may call the method that it overrides.
     """
     own = ours - names_of_deepspeed()
     bases = re.findall(r"^class \w+\((\w+)\):", source, re.MULTILINE)

@@ -61,8 +61,6 @@ def adam_with_step_hook(params: Any) -> torch.optim.Optimizer:
 
 
 def second_group(**hyperparameters: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a function that makes an Adam, then sets ``hyperparameters`` of its second group, unseen by its checks."""
-
     def make(params: Any) -> torch.optim.Optimizer:
         optimizer = DeepSpeedCPUAdam([{"params": [param]} for param in params])
         optimizer.param_groups[1].update(hyperparameters)

@@ -1,9 +1,8 @@
 """Run each framework's own command with stock and with the plugin, compare the saved files, and write ``results.json``.
 
 ``python -m tests.compat.frameworks [NAME ...]``; without arguments all frameworks. The logs are in
-``.cache/frameworks/NAME``. A framework that cannot be installed, or a run that fails, is a result, too. Each has a
-virtual environment of its own, which finds PyTorch and DeepSpeed where they are installed here, so that their ops are
-those of all other tests: DeepSpeed compiles them again if a path in the compiler's command is another.
+``.cache/frameworks/NAME``. Each has a virtual environment of its own, which finds PyTorch and DeepSpeed where they are
+installed here: DeepSpeed compiles its ops again if a path in the compiler's command is another.
 """
 
 from __future__ import annotations
@@ -71,8 +70,6 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class FrameworkRuns:
-    """A framework with its virtual environment and its runs, in a folder of its own."""
-
     framework: Framework
 
     @property
@@ -151,7 +148,6 @@ class FrameworkRuns:
         return f"{found['tensors']} {EQUAL}" if found["tensors"] else "nothing was saved"
 
     def call(self, command: Sequence[str], log: Path, **changes: str) -> None:
-        """Run a command of the environment, and raise ``RunFailed`` if it fails or outlives the timeout."""
         variables = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
             "PATH": os.pathsep.join([str(Path(self.python).parent), os.environ["PATH"]]),
@@ -219,7 +215,6 @@ def try_framework(framework: Framework) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try the frameworks, and return 1 if a result differs from the last one."""
     known = {framework.name: framework for framework in FRAMEWORKS}
     parser = argparse.ArgumentParser(prog="python -m tests.compat.frameworks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *known], metavar="NAME")

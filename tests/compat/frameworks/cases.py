@@ -15,8 +15,6 @@ from tests.compat.frameworks.published import AXOLOTL, LLAMA_FACTORY
 
 @dataclass(frozen=True)
 class Run:
-    """A training run of a framework: its command, and the checkpoint from which it is resumed, if it is."""
-
     name: str
     command: str
     ranks: int = 1

@@ -46,7 +46,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> list[str]:
-    """Return one line for each tensor that is not equal to the bit, or that only one run has saved."""
     lines = [f"{name} was saved by one of the two only" for name in sorted(stock.keys() ^ ours.keys())]
     for name in sorted(stock.keys() & ours.keys()):
         one, other = stock[name], ours[name]

@@ -23,7 +23,6 @@ EXAMPLES = 40
 
 
 def write_model(folder: Path) -> None:
-    """Write the model in bf16, and a tokenizer whose tokens are bytes."""
     vocabulary = {token: index for index, token in enumerate([*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -19,7 +19,6 @@ SMALL = 0.01
 """The value to write. A larger one makes fp16 overflow; a skipped step discards prefetches that still read masters."""
 
 Results = list[list[torch.Tensor] | None]
-"""The results of the calls of an access: the sums of the tensors that it has read, or None if it writes."""
 
 Accessing = Callable[[], AbstractContextManager[Results]]
 
@@ -30,17 +29,14 @@ def after_each_step(access: Callable[[Any], Any]) -> Accessing:
 
 
 def before_each_backward(access: Callable[[Any], Any]) -> Accessing:
-    """Call ``access`` with the optimizer after each forward, before its backward. The context yields the results."""
     return _accessing("backward", access, before=True)
 
 
 def after_each_backward(access: Callable[[Any], Any]) -> Accessing:
-    """Call ``access`` with the optimizer after each backward, before the step. The context yields the results."""
     return _accessing("backward", access, before=False)
 
 
 def abandoning() -> AbstractContextManager[Results]:
-    """Read the gradients after each backward, and abandon every second of them with ``zero_grad``."""
     backwards = count()
 
     def read_and_abandon(optimizer: Any) -> None:
@@ -91,7 +87,6 @@ def read_gathered(optimizer: Any) -> list[torch.Tensor]:
 
 
 def read_persistent(optimizer: Any) -> list[torch.Tensor]:
-    """Read the persistent parameters in place: DeepSpeed keeps them gathered."""
     return [param.sum() for param in optimizer.persistent_parameters]
 
 

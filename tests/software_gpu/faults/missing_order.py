@@ -61,7 +61,6 @@ def combined(*seeded: Callable[[], AbstractContextManager[object]]) -> Callable[
 
 
 END_OF_UPDATE = ("wait_until_drained", "order_after_update")
-"""The methods that wait for the streams at the end of an update: the host does, or the stream of backward."""
 
 update_does_not_drain = combined(*(missing(LaneStreams, name) for name in END_OF_UPDATE))
 

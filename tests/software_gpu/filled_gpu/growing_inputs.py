@@ -44,11 +44,7 @@ CASE = Case(
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the tokens of each micro-batch.
-
-    ``busiest`` tokens of each micro-batch are routed to its busiest expert, or all of them. With ``in_backward``, the
-    memory of the experts is in use in backward only, as if they were computed again there.
-    """
+    """The tokens of each micro-batch, of which the ``busiest`` expert gets some or all, perhaps in backward alone."""
 
     tokens: tuple[int, ...]
     busiest: int | None = None

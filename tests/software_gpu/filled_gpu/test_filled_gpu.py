@@ -38,7 +38,6 @@ FIRST, FILLED = [Step((SHORT,))] * 8, [Step((SHORT,))] * 16
 
 
 def count(seen: Seen, placement: str = "cpu") -> list[int]:
-    """Return the number of units with this placement, after each step."""
     return [placed[placement] for placed in seen.placed]
 
 
@@ -115,7 +114,6 @@ _may_need_more = WatchedForwards._may_need_more
 
 
 def _no_larger_inputs(forwards: WatchedForwards, inputs: object) -> bool:
-    """Compare only the memory in use."""
     forwards._largest[()] = (0, 0)
     return _may_need_more(forwards, ())
 
@@ -177,7 +175,6 @@ BEFORE_THE_PLAN = Growth(
 )
 
 TOKENS = 16_000
-"""The tokens of each micro-batch. Only their distribution over the experts changes."""
 
 BALANCED = 8
 

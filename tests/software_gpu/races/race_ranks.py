@@ -29,7 +29,6 @@ from tests.zero.parity.training import (
 def checked(
     case: Case, block: Block, script: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> tuple[Record, list[str], str]:
-    """Train the case on the device under its race check, and return the record, the races and the schedule."""
     case = replace(case, extra={**case.extra, **NO_THROUGHPUT_TIMER})
     with plugged(Settings(racecheck=True)), script(), shared_folder() as folder:
         with closing_engine(case, block) as engine:

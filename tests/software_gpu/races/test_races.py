@@ -112,7 +112,6 @@ QUICK = (
     "2 ranks, no gradient in some steps and some micro-batches",
     "2 ranks, ZeRO++ hpZ",
 )
-"""The cases of ``make test``. With every parity case, the bits are compared in ``training``."""
 
 assert {case.name for case in (*CASES, *DEPARTURES)} >= {*QUICK}
 

@@ -35,7 +35,6 @@ from tests.zero.random_plans import MoveCounts, random_moves
 CASE = Case(name="endurance", blocks=(STRIDE_2,), clip=0.5, schedule=False)
 PERIOD = 20
 MOVES_SHARE, SKIPPED_SHARE, EVALUATED_SHARE = 0.1, 0.02, 0.05
-"""The shares of the steps after which units move, that are skipped, and after which the model is evaluated."""
 
 LEAK_EVERY = 10
 LEAKED_NUMEL = 256
@@ -54,7 +53,6 @@ LIMITS = {
 
 WARM_UP_STEPS = 1_000
 MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-"""The fields of the C library's ``struct mallinfo2``, all of which are of type ``size_t``."""
 
 
 def allocated_bytes() -> int:
@@ -129,7 +127,6 @@ def save_and_load(engine: Any, folder: Path, plan: UpdatePlan) -> None:
 
 
 def growth_of(samples: list[float]) -> float:
-    """Return the growth per step, from the median of the second quarter to that of the last quarter of the samples."""
     quarter = max(1, len(samples) // 4)
     early, late = samples[quarter : 2 * quarter], samples[-quarter:]
     # The medians are in the middle of their quarters.

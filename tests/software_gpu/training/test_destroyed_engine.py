@@ -38,10 +38,7 @@ CASE = Case(
 
 
 def memory_of(block: dict[str, Any] | None) -> tuple[int, int, int, int]:
-    """Return the bytes on the device that an engine leaves, and that its parameters take when they are reloaded.
-
-    The others are the bytes that offloaded parameters free, and those of the plugin that go with them.
-    """
+    """Return the bytes that an engine leaves, that reloading takes, and that offloading frees, of others and of us."""
     gc.collect()
     before = device.memory_allocated()
     with shared_folder() as folder, closing_engine(CASE, block) as engine:

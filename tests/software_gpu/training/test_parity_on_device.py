@@ -44,7 +44,6 @@ CHUNK_BYTES = 4096
 
 
 Arm = tuple[str, Block, Block]
-"""The adversary, and the blocks that save and that resume, which differ in cases that resume."""
 
 
 def arms_of(case: Case, blocks: tuple[Block, ...], adversary: str) -> Iterator[Arm]:

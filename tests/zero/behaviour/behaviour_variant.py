@@ -56,8 +56,6 @@ class BehaviourNet(torch.nn.Module):
 
 
 class BehaviourVariant:
-    """The engines of one scenario, with the plugin's config block, or of stock if ``block`` is None."""
-
     def __init__(self, block: Block) -> None:
         self.block = block
         self.engines: list[Any] = []

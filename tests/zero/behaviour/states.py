@@ -43,12 +43,10 @@ BLOCKS = (CPU, BLOCK, STREAMED_ONE_SLOT, RESIDENT, not_deferred(STREAMED), eager
 """One for each placement, one in which updates end inside ``step()``, and one in which they start in backward."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Kept = Iterator[torch.Tensor]
-"""The tensors that a script keeps after it has assigned to states."""
 
 
 @in_each({**BLOCK, "unit_size": 80})
 def fragments(variant: BehaviourVariant) -> Seen:
-    """Read and write fragments after backward and after the step, in every dtype, with frozen parameters."""
     for dtype, changes in BY_DTYPE.items():
         model = BehaviourNet()
         model.layers[1].requires_grad_(False)

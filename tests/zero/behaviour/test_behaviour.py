@@ -61,7 +61,6 @@ OF_STATES = (
     "states_assigned_before_a_skipped_step",
     "second_engines",
 )
-"""The scenarios that depend on the dtypes of the states."""
 ON_DEVICE = ("fragments", "partitions_that_the_caller_replaces", "assigned_states", "second_engines")
 """The scenarios of ``make test`` on the GPU in software, where nothing is executed before it is waited for."""
 

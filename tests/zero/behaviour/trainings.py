@@ -144,7 +144,6 @@ def backwards_without_a_step(variant: BehaviourVariant) -> Seen:
 
 
 def windows_of_the_caller(variant: BehaviourVariant) -> Seen:
-    """Set the boundaries of accumulation, coalesce reductions, and do not average over backwards."""
     engine = variant.engine(BehaviourNet(), gradient_clipping=0.1)
     for window in range(3):
         for position in range(3):

@@ -100,7 +100,6 @@ def convert_to_universal(root: Path, tag: str) -> None:
 
 
 def resume(folder: Path) -> None:
-    """Export checkpoints of stock and of the plugin, and resume them with other placements and numbers of slots."""
     stock, ours = (Record(tensors=get_fp32_state_dict_from_zero_checkpoint(str(folder / name))) for name in VARIANTS)
     assert len(stock.tensors) == 8
     assert_same_bits(stock, ours)
@@ -153,7 +152,6 @@ def save_and_load_by_tag(block: Block, folder: Path) -> dict[str, Record]:
 
 
 def latest_is_written_last(folder: Path) -> None:
-    """Check that ``latest`` is written after the files of all ranks, also if no parameter stays gathered."""
     case = make_case(zero={"stage3_param_persistence_threshold": 0})
     write = TorchCheckpointEngine.save
 
@@ -170,7 +168,6 @@ def latest_is_written_last(folder: Path) -> None:
 
 
 def missing_moments(folder: Path) -> None:
-    """Load checkpoints without the moments of some or all sub-groups, as stock loads them."""
     expected = resume_in_fresh_engine(None, folder / "stock")
     for missing in ((0, 1), range(5)):
         incomplete = folder / f"incomplete {len(missing)}"

@@ -50,7 +50,6 @@ BLOCKS = (STRIDE_2, SERIAL_STRIDE_2, STREAMED_ONE_SLOT, EAGER, eager(STRIDE_2), 
 PHASES = ("save", "load", "promotion", "speculation", "commit", "update", "backward", "forward")
 PARTS = {"save": 4, "load": 5, "promotion": 2, "update": 4, "commit": 4}
 WITHIN = ("commit", "speculation")
-"""Phases that a rank is killed in, and not at a random moment after their start."""
 
 # Added to phases that are otherwise too short for a random moment to fall into them.
 UPDATE_S = FORWARD_S = 0.002
@@ -254,11 +253,7 @@ def kill_and_resume(folder: Path, seed: int, kills: int, name: str) -> None:
 
 
 def last_complete(saved: Path, latest: str, reference: Path) -> str:
-    """Return ``latest``, or the newest tag whose files are complete.
-
-    DeepSpeed writes ``latest`` when the decoupled writer of rank 0 has finished, and the writer of another rank may not
-    have. A kill while DeepSpeed writes ``latest`` leaves it empty (``docs/upstream.md``).
-    """
+    """Return the newest complete tag. A kill may leave ``latest`` empty, or files incomplete (``docs/upstream.md``)."""
 
     def is_complete(tag: str) -> bool:
         return all(is_readable(saved / tag / path.name) for path in (reference / tag).iterdir())

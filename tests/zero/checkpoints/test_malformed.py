@@ -1,8 +1,7 @@
-"""Load damaged checkpoints. Each must be refused without any effect, or loaded as stock loads it.
+"""Load damaged checkpoints of stock. Each must be refused without any effect, or loaded as stock loads it.
 
-Two engines, stock and the plugin's, train, save, and train on. Copies of stock's checkpoint are damaged, each in one of
-the ways of ``damages``. The plugin must refuse a copy by its own error on every rank, with the files and the engine as
-they were, or stock must be able to load it, with the same states. At the end both engines train on.
+A copy is damaged in one of the ways of ``damages``. The plugin must refuse it by its own error on every rank, with the
+files and the engine as they were, or load the same states as stock. At the end both engines train on.
 """
 
 from __future__ import annotations
@@ -124,8 +123,6 @@ def digest_of(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything of an engine that a load replaces: its states, and as text its counts and hyperparameters."""
-
     states: Record
     counts: str
 
@@ -141,7 +138,6 @@ class Loaded:
 
 
 def load(stock: Any, ours: Any, damaged: Path, now: Path) -> tuple[str, list[str]]:
-    """Load the damaged checkpoint, and return "refused" or "loaded", with the problems of this rank."""
     before, files = Loaded.from_engine(ours), digest_of(damaged)
     try:
         ours.load_checkpoint(str(damaged))

@@ -17,7 +17,6 @@ from tests.zero.behaviour.behaviour_variant import BLOCK, BehaviourNet, Behaviou
 
 
 def write_directly(engine: Any) -> None:
-    """Write in place to one parameter on the last rank, assign memory to another, and write to a persistent one."""
     if dist.get_rank() == dist.get_world_size() - 1:
         engine.module.layers[1].weight.ds_tensor.data.mul_(0.5)
     partition = engine.module.layers[2].weight.ds_tensor
@@ -49,7 +48,6 @@ def writing(variant: BehaviourVariant, write: Callable[[Any], None]) -> Seen:
 
 
 def logged_by_training_with(write: Callable[[Any], None]) -> list[str]:
-    """Return the lines that the plugin logs. The bits must be those of stock."""
     logged: list[str] = []
     scenario = partial(writing, write=write)
     with mock.patch("deep_opt_states.log.warn_this_rank", logged.append):

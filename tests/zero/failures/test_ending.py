@@ -45,7 +45,6 @@ CODES = {
     # while the worker updates.
     **{f"SIGTERM in {phase}": [143, 143] for phase in ("forward", "backward", "step", "update", "save")},
 }
-"""The exit codes of the ranks of all runs, by the way in which they end."""
 
 UPDATE_S = 0.05
 STEPPED = "has made its first step"

@@ -116,7 +116,6 @@ def must_refuse(call: Callable[..., Any], *args: Any) -> None:
 
 
 def must_raise_everywhere(call: Callable[[], Any]) -> None:
-    """Check that the call raises on every rank, and names the remedy, the failure, and the rank or line that failed."""
     with pytest.raises(UpdateFailed) as failed:
         call()
     text = "".join(traceback.format_exception(failed.value))

@@ -1,8 +1,7 @@
 """Check that an interrupt of a wait is no failure: what is saved and trained afterwards is bit-identical to stock.
 
-An engine trains one step after the other. After each interrupt it saves a checkpoint, which another engine loads and
-continues from, and goes on with the step that was interrupted, or with the next one if its update has begun. Stock's
-states after each number of steps, and its losses, are compared to the bit.
+After each interrupt an engine saves a checkpoint, from which another one continues, and goes on with the step that was
+interrupted, or with the next one if its update has begun.
 """
 
 from __future__ import annotations

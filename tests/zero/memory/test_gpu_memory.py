@@ -68,12 +68,9 @@ class RecordedPlan:
 
 
 class TrainingOfOneRank:
-    """A training run whose GPU has ``free_bytes`` at each peak while no plan holds anything."""
-
     def __init__(self, patch: pytest.MonkeyPatch, request: PlanRequest = REQUEST, *, free_bytes: int = 10 * GB) -> None:
         self.free_bytes, self.retries, self.failed = free_bytes, 0, 0
         self.peers: list[tuple[Any, ...]] = []
-        """The values that other ranks exchange when this rank plans."""
         self.running = RecordedPlan(request.plan().plan)
         budget = GpuBudget(start_bytes=0, margin_bytes=GB, fills=True)
         budget.require(request.fixed_bytes)

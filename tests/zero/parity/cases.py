@@ -38,12 +38,10 @@ OFFLOADED_MIX = {
 RULES = by_name({"layers.0.*": "resident", "*.bias layers.3.*": "cpu", "layers.[12].weight": "streamed"}, unit_size=600)
 OTHER_RULES = by_name({"layers.1.weight": "cpu", "*.weight": "resident", "*": "streamed"}, unit_size=1500, num_slots=1)
 PLANNED_REST = by_name({"layers.0.*": "resident", "*.2.*": "streamed"})
-"""Rules by name; the last ones leave layers to the planner."""
 
 INF, NAN = float("inf"), float("nan")
 ALL_ON_DISK = {**CPU, "unit_size": 5000, "host_memory_gb": 0.0}
 SOME_ON_DISK = {**STRIDE_2, "unit_size": 3000, "host_memory_gb": 0.0004}
-"""A block with which the last layers are on disk, and others are streamed."""
 
 ON_DISK = Case(name="", blocks=(), widths=(40, 150, 130, 90, 30), sub_group_size=6000, disk=tempfile.gettempdir())
 """A model with units of several pages. With ``host_memory_gb`` of 0, all but small parameters are on disk."""

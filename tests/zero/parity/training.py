@@ -117,7 +117,6 @@ def run_resumed(case: Case, saved_by: Block, resumed_by: Block) -> Record:
 
 
 def run(case: Case, saved_by: Block, block: Block) -> Record:
-    """Train the case with ``block``; one that resumes, from the checkpoint of ``saved_by``."""
     return run_resumed(case, saved_by, block) if case.resume else run_variant(case, block)
 
 
@@ -172,7 +171,6 @@ def forward(engine: Any, inputs: tuple[Any, ...]) -> torch.Tensor:
 
 
 def train_on_batch(engine: Any, case: Case, number: int) -> torch.Tensor:
-    """Train a step on this rank's batch of that number, which is not poisoned, and return the loss."""
     loss = forward(engine, parity_inputs(case, -1, number))
     engine.backward(loss)
     engine.step()
@@ -180,7 +178,6 @@ def train_on_batch(engine: Any, case: Case, number: int) -> torch.Tensor:
 
 
 def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any, ...]] = parity_inputs) -> Record:
-    """Train the case's steps. ``inputs`` returns the arguments of a model that returns its loss."""
     record = Record(optimizer_class=type(engine.optimizer).__name__)
     # These are read at the end, because reading one waits for the accelerator, which would prevent the overlap.
     losses: list[torch.Tensor] = []
@@ -215,7 +212,8 @@ def train(engine: Any, case: Case, folder: Path, inputs: Callable[..., tuple[Any
 
 def collect(optimizer: Any, record: Record) -> None:
     steps = record.numbers["step"] = []
-    first = first_id(optimizer)
+    # DeepSpeed counts parameters over all engines, and variants are compared by position.
+    first = min(param.ds_id for group in optimizer.fp16_groups for param in group)
     for sub_group_id, group in enumerate(optimizer.fp16_groups):
         master = optimizer.fp32_partitioned_groups_flat[sub_group_id]
         state = optimizer.state[master]
@@ -240,11 +238,6 @@ def real_numel(param: Any) -> int:
     """Return the number of elements of this rank's partition, without the padding, which stock does not initialize."""
     numel: int = param.partition_numel()
     return max(0, min(numel, param.ds_numel - dist.get_rank(param.ds_process_group) * numel))
-
-
-def first_id(optimizer: Any) -> int:
-    """Return the smallest ``ds_id``: DeepSpeed counts them over all engines, and variants are compared by position."""
-    return min(param.ds_id for group in optimizer.fp16_groups for param in group)
 
 
 def assert_same_bits(stock: Any, ours: Any) -> None:

@@ -24,7 +24,6 @@ from tests.zero.tensor_parallel.layouts import MODEL_RANKS, SharedModel, data_ra
 BY_NAME = "rules by name"
 PLACEMENTS: dict[str, dict[str, Any]] = {"streamed": {"placement": "streamed", "unit_size": 700}, "planned": {}}
 ARMS = (*PLACEMENTS, BY_NAME)
-"""The names of the plugin's placements in a case. The rules by name depend on the layout."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -95,7 +94,6 @@ def closing_engine_of(case: TensorParallelCase, layout: SharedModel, block: Bloc
 
 
 def tokens_of(step: int) -> torch.Tensor:
-    """Return a batch of shape [2, 12] on the accelerator, the same on all ranks that share a model."""
     generator = torch.Generator().manual_seed(100 * step + data_rank())
     return on_accelerator(torch.randint(0, VOCABULARY, (2, 12), generator=generator))
 
@@ -142,7 +140,6 @@ def block_of(arm: str, layout: SharedModel) -> dict[str, Any]:
 
 
 def check_placements(engine: Any, layout: SharedModel) -> None:
-    """Check that each rule by name, and the planner, places parameters, and that they are where they should be."""
     by_name = placements_by_name(engine.optimizer)
     partitions = [partition for group in partitions_by_name(engine.optimizer) for partition in group]
     # The CPU updates these in any case.

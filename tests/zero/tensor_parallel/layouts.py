@@ -30,7 +30,6 @@ class SharedModel:
 
     @property
     def rules(self) -> list[dict[str, str]]:
-        """Return the rules by name, for the plugin's key ``placement``. The planner places the other parameters."""
         return [{"match": f"*{part}*", "states": states} for part, states in self.by_name.items()]
 
     def rule_for(self, name: str) -> str | None:
@@ -113,7 +112,6 @@ class MegatronGroups:
 
 
 def layouts() -> dict[str, SharedModel]:
-    """Return both layouts by name. A collective, which creates the groups of the ``mpu``."""
     mpu = MegatronGroups()
     return {
         "AutoTP": SharedModel(
