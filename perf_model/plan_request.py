@@ -126,8 +126,11 @@ class PlanRequest:
 
     def _bytes_to_stream(self, plan: UpdatePlan) -> int:
         """Return the least accelerator memory with which a unit can be streamed."""
-        shortest = min((unit for unit in plan.workload.units if unit.fixed is None), key=lambda unit: unit.numel)
-        return memory_of(_moved(least_plan(plan.workload), shortest.index, Placement.STREAMED), self.setup).gpu_bytes
+        units, placements = plan.workload.units, list(least_plan(plan.workload).placements)
+        shortest = min((unit for unit in units if unit.fixed is None), key=lambda unit: unit.numel)
+        placements[shortest.index] = Placement.STREAMED
+        streaming = UpdatePlan(workload=plan.workload, placements=tuple(placements), num_slots=1)
+        return memory_of(streaming, self.setup).gpu_bytes
 
     def restore(self, decisions: Mapping[str, Any]) -> UpdatePlan:
         """Return the plan with these ``decisions``. Raise ``ValueError`` if the sub-groups differ."""
@@ -155,8 +158,3 @@ class PlanRequest:
     @cached_property
     def _uses(self) -> ParameterUses | None:
         return None if self.uses is None else ParameterUses(self.sub_groups, self.uses)
-
-
-def _moved(plan: UpdatePlan, unit: int, placement: Placement) -> UpdatePlan:
-    placements = (*plan.placements[:unit], placement, *plan.placements[unit + 1 :])
-    return replace(plan, placements=placements, eager=plan.eager - {unit})

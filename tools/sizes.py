@@ -12,7 +12,7 @@ from perf_model.cli.planning_commands import new_program
 from perf_model.prediction.memory import DoesNotFit, MemoryUse
 from perf_model.prediction.network import Network
 from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, Overheads, PhaseRates
 from perf_model.units import DIGITS, seconds, significant, size
 
 SSD_GB_PER_S = (6.5, 5.0)
@@ -138,7 +138,7 @@ def from_stage_2_table() -> str:
     for preset, gpus, model in FROM_STAGE_2:
         inputs = _inputs(f"plan --profile {preset} --model {model} --world-size {gpus}")
         work, whole = inputs.job.work, PARAM_BYTES * inputs.job.shape.numel
-        rates = PhaseRates.from_profile(inputs.profile, gpus, inputs.overheads.of_plugin)
+        rates = PhaseRates.from_profile(inputs.profile, gpus, Overheads.from_profile(inputs.profile).of_plugin)
         alone = replace(rates, network=Network(ranks_per_node=gpus), overheads=NO_OVERHEADS)
         times = [seconds(work.forward_s(each) + work.backward_s(each), DIGITS) for each in (rates, alone)]
         gathered = size(2 * whole * (gpus - 1) / gpus) if gpus > 1 else "nothing"

@@ -10,9 +10,9 @@ from benchmarks.emulated.run import EmulatedRun
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
+from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
-from perf_model.schedule.serial import serial_schedule
 from perf_model.training_run.micro_batch import GradientPath
 
 SMALLEST_EXPOSED = 0.05

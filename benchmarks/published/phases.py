@@ -23,7 +23,6 @@ from perf_model.schedule.workload import FP32_BYTES
 from perf_model.training_run.micro_batch import (
     PARAM_BYTES,
     GradientPath,
-    MatrixRate,
     MicroBatch,
     Overheads,
     PhaseRates,
@@ -120,7 +119,7 @@ def micro_batch_seconds(run: MeasuredRun, rates: Mapping[str, float]) -> tuple[f
         reduced_bytes=model_bytes,
     )
     phase_rates = PhaseRates(
-        matrix=MatrixRate(limit_flops_per_s=rates["training_flops_per_s"], half_elements=HALF_ELEMENTS),
+        flops_per_s=rates["training_flops_per_s"] * work.elements / (work.elements + HALF_ELEMENTS),
         network=Network(
             ranks_per_node=GPUS_PER_NODE,
             all_gather_bytes_per_s=peers,

@@ -25,10 +25,10 @@ from perf_model.prediction.cost import BytesPerParam, CostModel, Resource, stock
 from perf_model.prediction.simulate import simulate
 from perf_model.presets.machines import MACHINES, REACHED_SHARE
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.serial import serial_schedule
 from perf_model.schedule.workload import Partition, Workload, form_sub_groups
 from perf_model.training_run.micro_batch import PARAM_BYTES
 

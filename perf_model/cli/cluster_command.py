@@ -44,16 +44,17 @@ def run(options: argparse.Namespace) -> int:
         rule = f"profile: must be of a machine with a GPU, found {printable(inputs.profile_path)}, which has none"
         raise ModelError(f"{rule}.\nPlan for another machine.")
     profile, origins = _with_network(inputs.profile, job, options)
+    inputs = replace(inputs, profile=profile)
     layouts = layouts_of(job, batch, sizes or tensor_parallel_sizes(job), options.micro_batches)
     with screen.progress("Comparing layouts"):
-        fitting, unfit = predict_layouts(job, layouts, profile, limits, inputs.overlap, inputs.unit_sizes)
+        fitting, unfit = predict_layouts(job, layouts, lambda laid_out: replace(inputs, job=laid_out).forecast())
         gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin
         rates = megatron_rates(profile, job)
         pipeline = None if rates is None else best_pipeline_layout(job, batch, rates, gpu_bytes)
     found: dict[str, Any] = {
         "network": {name: {"value": profile.get(name), "origin": origin} for name, origin in origins.items()},
         "layouts": [
-            *(_figures(predicted, options.tokens, profile) for predicted in fitting),
+            *(_figures(predicted, options.tokens) for predicted in fitting),
             *({**layout._asdict(), "fits": False, "why": why} for layout, why in unfit.items()),
         ],
         "deepspeed_config": None,
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     }
     if fitting:
         accumulation = {"gradient_accumulation_steps": fitting[0].job.accumulation}
-        found["deepspeed_config"] = deepspeed_config(fitting[0], replace(inputs, profile=profile)) | accumulation
+        found["deepspeed_config"] = deepspeed_config(fitting[0], inputs) | accumulation
     if options.json:
         print(json.dumps(found, indent=2))
     else:
@@ -69,14 +70,14 @@ def run(options: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _figures(found: Forecast, tokens: float | None, profile: HardwareProfile) -> dict[str, Any]:
+def _figures(found: Forecast, tokens: float | None) -> dict[str, Any]:
     iteration, job = found.predicted, found.job
     training_s = None if tokens is None else tokens / iteration.tokens_per_s
     return {
         **{name: getattr(job, name) for name in Layout._fields},
         "fits": True,
         "iteration_s": iteration.iteration_s,
-        **parts_of(found, profile),
+        **parts_of(found),
         "tokens_per_s": iteration.tokens_per_s,
         "mfu": iteration.mfu,
         "days": None if training_s is None else training_s / 86_400,

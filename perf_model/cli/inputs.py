@@ -19,7 +19,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE, Job
-from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError, ModelShape, require_integer
 
 MAX_UNITS = 10_000
@@ -49,14 +48,9 @@ class Inputs:
     profile_path: Path | None
     given: frozenset[str]
 
-    @property
-    def overheads(self) -> Overheads:
-        """Return the host's seconds, with their source."""
-        return Overheads.from_profile(self.profile)
-
     def forecast(self) -> Forecast:
         """Return the forecast of the best plan. Raise ``DoesNotFit``, with the remedy, if none fits."""
-        return Forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes, self.overheads)
+        return Forecast(self.job, self.profile, self.limits, self.overlap, self.unit_sizes)
 
 
 def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> list[Inputs]:

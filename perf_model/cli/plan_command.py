@@ -17,13 +17,12 @@ from perf_model.cli.remedies import remedy_for
 from perf_model.cli.screen import new_table, progress, show
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
-from perf_model.prediction.network import Network
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, Overheads, PhaseRates
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, billions, gigabytes_per_second, percent, seconds, significant, size, size_of
 
@@ -74,7 +73,7 @@ def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
     per_rank = billions(found.planned.plan.workload.numel)
     yield f"\n{job.shape.description} on {job.world_size} x {machine}, {per_rank} per rank"
     yield f"{_assumed(found, inputs)}\n"
-    yield from _comparison(found, inputs)
+    yield from _comparison(found)
     yield f"\n{comparison(inputs.profile, job)} At its end, training logs predicted and measured times."
     limits, memory, reserved = inputs.limits, found.memory, size(found.reserved_host_bytes, DIGITS)
     yield ""
@@ -118,18 +117,12 @@ def _verdict(found: Forecast, inputs: Inputs, where: str) -> str:
         faster = significant(stock.iteration_s / predicted.iteration_s, DIGITS)
         compared.append(f"{faster} times as fast as with stock DeepSpeed's offload")
     taken = f"With this plan, an iteration takes {seconds(predicted.iteration_s, DIGITS)}"
-    return f"{fits} {taken}: {', and '.join(compared)}; {_limit(found, inputs)} takes longest."
+    return f"{fits} {taken}: {', and '.join(compared)}; {_limit(found)} takes longest."
 
 
-def _limit(found: Forecast, inputs: Inputs) -> str:
+def _limit(found: Forecast) -> str:
     """Return the longest part of the iteration."""
-    job, predicted = found.job, found.predicted
-    rates = PhaseRates.from_profile(inputs.profile, job.ranks_on_node, inputs.overheads.of_plugin)
-    ideal = replace(rates, network=Network(ranks_per_node=job.ranks_on_node))
-    all_s, without_network_s, products_s = (
-        job.accumulation * (job.work.forward_s(each) + job.work.backward_s(each))
-        for each in (rates, ideal, replace(ideal, overheads=NO_OVERHEADS))
-    )
+    predicted, (all_s, without_network_s, products_s) = found.predicted, found.phases_s
     parts_s = {
         "computing": products_s,
         "the host, which launches kernels and runs hooks,": without_network_s - products_s + predicted.fixed_s,
@@ -174,7 +167,7 @@ def _assumed(found: Forecast, inputs: Inputs) -> str:
     return f"assumed: {', '.join(assumed)}\n{origin}{model}"
 
 
-def _comparison(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
+def _comparison(found: Forecast) -> Iterator[str | Table]:
     outcomes = {"this plan": found.predicted, **found.baselines}
     rows: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
@@ -196,8 +189,7 @@ def _comparison(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
     for name, outcome in outcomes.items():
         if isinstance(outcome, Infeasible):
             yield f"{TITLES[name]}: {outcome.reason}"
-    overheads = inputs.overheads
-    fixed = f"; {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""
+    fixed = f"; {fixed_seconds(found.overheads)}" if found.overheads.step_s > 0 else ""
     yield (
         "exposed, hidden: update time by which the iteration grows, and that backward and forward hide"
         f"{fixed}; speed-up: of an iteration, over the stock offload of DeepSpeed today, with asynchronous copies of "

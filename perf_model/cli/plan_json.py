@@ -29,7 +29,7 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     plan, memory, windows = found.planned.plan, found.memory, found.windows
     return {
         "versions": {"format": FORMAT, "deep_opt_states": installed_version(), "python": platform.python_version()},
-        "inputs": _inputs(inputs),
+        "inputs": _inputs(found, inputs),
         "predicted": _outcome(found.predicted, found),
         "baselines": {name: _outcome(outcome, found) for name, outcome in found.baselines.items()},
         "work_lower_bound_s": found.bound.seconds,
@@ -76,9 +76,8 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _inputs(inputs: Inputs) -> dict[str, Any]:
+def _inputs(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     job, shape = inputs.job, inputs.job.shape
-    simple = [field.name for field in fields(Job) if field.name not in ("shape", "rules")]
     return {
         "model": {
             "option": inputs.model,
@@ -86,11 +85,13 @@ def _inputs(inputs: Inputs) -> dict[str, Any]:
             "active_numel": shape.active_numel,
             "shape": asdict(shape),
         },
-        "job": {name: getattr(job, name) for name in simple},
+        "job": {key: getattr(job, key) for field in fields(Job) if (key := field.name) not in ("shape", "rules")},
         "rules": job.rules.to_json(),
         "machine": json.loads(inputs.profile.to_json()),
         "machine_path": None if inputs.profile_path is None else str(inputs.profile_path),
-        **{name: asdict(getattr(inputs, name)) for name in ("limits", "overlap", "overheads")},
+        "limits": asdict(inputs.limits),
+        "overlap": asdict(inputs.overlap),
+        "overheads": asdict(found.overheads),
         "unit_sizes": list(inputs.unit_sizes),
         "given": sorted(inputs.given),
     }

@@ -70,23 +70,33 @@ def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._S
     parser.add_argument("--list", action=_ListMachines)
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
-    _add_planning_commands(commands)
+    _add_plan(commands)
+    _add_sweep(commands)
+    _add_cluster(commands)
     return parser, commands
 
 
-def _add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) -> None:
+def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "find the plan with the least exposed update time, and compare it with the alternatives"
     plan = _add_command(commands, "plan", about)
-    _add_job(plan)
+    add, ranks = plan.add_argument, plan.add_mutually_exclusive_group()
+    ranks.add_argument("--world-size", type=int, help="ranks, one per GPU")
+    ranks.add_argument("--nodes", type=int, help="nodes, instead of --world-size; default: 1")
+    _add_accumulation(plan)
+    add("--micro-batch", type=int, default=1, help="sequences in one micro-batch of a rank; default: %(default)s")
+    tensor_parallel = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
+    add("--tensor-parallel", type=int, default=1, metavar="RANKS", help=tensor_parallel)
     _add_states(plan)
     _add_limits(plan)
-    plan.add_argument("--json", action="store_true", help="print JSON; host and pinned bytes are per node")
-    plan.add_argument("--units", action="store_true", help="print the units with their placements")
+    add("--json", action="store_true", help="print JSON; host and pinned bytes are per node")
+    add("--units", action="store_true", help="print the units with their placements")
     explain = "print for each group of units the resource that it fills, and the effect of one more GB or core"
-    plan.add_argument("--explain", action="store_true", help=explain)
+    add("--explain", action="store_true", help=explain)
     timeline = f"write the predicted timeline: a Chrome trace (.json) or a picture ({', '.join(PICTURES)})"
-    plan.add_argument("--timeline", type=_timeline_file, metavar="FILE", help=timeline)
+    add("--timeline", type=_timeline_file, metavar="FILE", help=timeline)
 
+
+def _add_sweep(commands: argparse._SubParsersAction[CommandParser]) -> None:
     sweep = _add_command(commands, "sweep", "plan for several numbers of GPUs and micro-batches")
     sweep.add_argument("--world-sizes", type=_positive_integers, required=True, help="for example 1,2,4,8")
     sweep.add_argument("--micro-batches", type=_positive_integers, required=True, help="for example 1,2,4")
@@ -96,12 +106,25 @@ def _add_planning_commands(commands: argparse._SubParsersAction[CommandParser]) 
     sweep.set_defaults(tensor_parallel=1)
     sweep.add_argument("--csv", type=Path, help="the file to write the rows to")
 
+
+def _add_cluster(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "compare tensor-parallel sizes, micro-batches and accumulation for a global batch on a cluster"
     cluster = _add_command(commands, "cluster", about)
-    _add_cluster(cluster)
+    add, ranks = cluster.add_argument, cluster.add_mutually_exclusive_group(required=True)
+    ranks.add_argument("--gpus", type=int, help="all GPUs of the cluster, one rank each")
+    ranks.add_argument("--nodes", type=int, help="nodes, instead of --gpus")
+    add("--global-batch", type=int, required=True, help="sequences per iteration, over all GPUs")
+    tokens = partial(_number, what="a number of tokens", low=1, high=1e18)
+    add("--tokens", type=tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
+    sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"
+    add("--tensor-parallel", type=_positive_integers, dest="tensor_parallel_sizes", metavar="SIZES", help=sizes)
+    micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
+    add("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
+    inside = "rate at which one GPU receives from others of its node; default: as in the profile, or that of the link"
+    add("--node-gb-per-s", type=float, metavar="GB", help=inside)
     cluster.set_defaults(tensor_parallel=1, accumulation=1, states="fp32")
     _add_limits(cluster)
-    cluster.add_argument("--json", action="store_true", help="print JSON; host bytes are per node")
+    add("--json", action="store_true", help="print JSON; host bytes are per node")
 
 
 def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str, about: str) -> argparse.ArgumentParser:
@@ -147,32 +170,6 @@ def _add_accumulation(parser: argparse.ArgumentParser) -> None:
 def _add_states(parser: argparse.ArgumentParser) -> None:
     states = "master weights and moments: fp32, bf16 masters, or both bf16 (keys of DeepSpeed's bf16); default: fp32"
     parser.add_argument("--states", choices=tuple(WIDTHS_OF_STATES), default="fp32", help=states)
-
-
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument("--world-size", type=int, help="ranks, one per GPU")
-    ranks.add_argument("--nodes", type=int, help="nodes, instead of --world-size; default: 1")
-    _add_accumulation(parser)
-    micro_batch = "sequences in one micro-batch of a rank; default: %(default)s"
-    parser.add_argument("--micro-batch", type=int, default=1, help=micro_batch)
-    tensor_parallel = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS", help=tensor_parallel)
-
-
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    add, ranks = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    ranks.add_argument("--gpus", type=int, help="all GPUs of the cluster, one rank each")
-    ranks.add_argument("--nodes", type=int, help="nodes, instead of --gpus")
-    add("--global-batch", type=int, required=True, help="sequences per iteration, over all GPUs")
-    tokens = partial(_number, what="a number of tokens", low=1, high=1e18)
-    add("--tokens", type=tokens, help="tokens to train on, for days and GPU-hours; for example 300e9")
-    sizes = "tensor-parallel sizes to compare; default: powers of two inside a node"
-    add("--tensor-parallel", type=_positive_integers, dest="tensor_parallel_sizes", metavar="SIZES", help=sizes)
-    micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
-    add("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
-    inside = "rate at which one GPU receives from others of its node; default: as in the profile, or that of the link"
-    add("--node-gb-per-s", type=float, metavar="GB", help=inside)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from perf_model.prediction.memory import DoesNotFit
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Infeasible
+from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, percent, seconds, significant
 
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             print(_line(_cell(key, row[key]) for key in SHOWN) + " *" * is_best, flush=True)
         else:
             print(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", flush=True)
-    overheads = inputs[0].overheads
+    overheads = Overheads.from_profile(inputs[0].profile)
     legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
     show(legend + (f"; {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
     show("*: more tokens/s than all rows above, so the last one is the best")

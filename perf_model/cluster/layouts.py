@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DoesNotFit
-from perf_model.prediction.network import Network
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
+from perf_model.training_run.forecast import Forecast
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, MicroBatch, Overheads, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS
 from perf_model.training_run.model import ModelError, require_integer
 
 MICRO_BATCHES = range(1, 65)
@@ -63,12 +61,7 @@ def layouts_of(
 
 
 def predict_layouts(
-    job: Job,
-    layouts: Iterable[Layout],
-    profile: HardwareProfile,
-    limits: MemoryLimits,
-    overlap: Overlap,
-    unit_sizes: tuple[int, ...],
+    job: Job, layouts: Iterable[Layout], forecast_of: Callable[[Job], Forecast]
 ) -> tuple[list[Forecast], dict[Layout, str]]:
     """Return the layouts that fit into memory, the fastest first, and the reason for the others.
 
@@ -76,35 +69,28 @@ def predict_layouts(
     """
     fitting: list[Forecast] = []
     unfit: dict[Layout, str] = {}
-    overheads = Overheads.from_profile(profile)
     for layout in layouts:
         if any(layout.tensor_parallel == other.tensor_parallel for other in unfit):
             continue
         size, _, micro_batch, accumulation = layout
         laid_out = replace(job, tensor_parallel=size, micro_batch=micro_batch, accumulation=accumulation)
         try:
-            fitting.append(Forecast(laid_out, profile, limits, overlap, unit_sizes, overheads))
+            fitting.append(forecast_of(laid_out))
         except DoesNotFit as error:
             unfit[layout] = error.rule
     return sorted(fitting, key=lambda found: found.predicted.iteration_s), unfit
 
 
-def parts_of(found: Forecast, profile: HardwareProfile) -> dict[str, float | str]:
+def parts_of(found: Forecast) -> dict[str, float | str]:
     """Return the seconds of the iteration's parts: compute with the fixed time, exposed network and exposed update.
 
     ``limited_by`` is the part whose removal would shorten the iteration the most.
     """
-    job, work = found.job, found.job.work
-    rates = PhaseRates.from_profile(profile, job.ranks_on_node, Overheads.from_profile(profile).of_plugin)
-
-    def phases_s(work: MicroBatch, rates: PhaseRates) -> float:
-        return job.accumulation * (work.forward_s(rates) + work.backward_s(rates))
-
-    without_network_s = phases_s(work, replace(rates, network=Network(ranks_per_node=job.ranks_on_node)))
-    only_network = replace(work, forward_flops=0.0, backward_flops=0.0)
-    communication_s = phases_s(only_network, replace(rates, overheads=NO_OVERHEADS))
-    network_s = phases_s(work, rates) - without_network_s
-    compute_s = without_network_s + found.predicted.fixed_s
+    all_s, without_network_s, _ = found.phases_s
+    only_network = replace(found.job.work, forward_flops=0.0, backward_flops=0.0)
+    rates = replace(found.rates, overheads=NO_OVERHEADS)
+    communication_s = found.job.accumulation * (only_network.forward_s(rates) + only_network.backward_s(rates))
+    network_s, compute_s = all_s - without_network_s, without_network_s + found.predicted.fixed_s
     update_s = found.predicted.iteration_s - compute_s - network_s
     gains = {"compute": compute_s + network_s - communication_s, "network": network_s, "update": update_s}
     parts_s = {"compute_s": compute_s, "exposed_network_s": network_s, "exposed_update_s": update_s}

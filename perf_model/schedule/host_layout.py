@@ -33,9 +33,6 @@ class DiskBytes(NamedTuple):
     num_slots: int
 
 
-NO_DISK = DiskBytes(0, 0, 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Widths:
     """Bytes per element of parameters, gradients, master weights and each moment.
@@ -81,18 +78,15 @@ class Widths:
 
     def disk_bytes(self, workload: Workload) -> DiskBytes:
         """Return the bytes of the slab that are on disk, and those of the disk slots."""
-        if not workload.on_disk_numel:
-            return NO_DISK
         # The planner asks for the same workload thousands of times.
         known: dict[Widths, DiskBytes] = workload.known_disk_bytes
         if self not in known:
-            runs = list(runs_on_disk(workload, self))
-            largest: Counter[int] = Counter()
-            for run in runs:
-                largest[run.unit] += run.slot_bytes
-            known[self] = DiskBytes(
-                sum(run.size_bytes for run in runs), max(largest.values()), min(NUM_DISK_SLOTS, len(largest))
-            )
+            on_disk_bytes, slot_bytes = 0, Counter[int]()
+            for run in runs_on_disk(workload, self):
+                on_disk_bytes += run.size_bytes
+                slot_bytes[run.unit] += run.slot_bytes
+            num_slots = min(NUM_DISK_SLOTS, len(slot_bytes))
+            known[self] = DiskBytes(on_disk_bytes, max(slot_bytes.values(), default=0), num_slots)
         return known[self]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAINS, insert_waits
+from perf_model.schedule.host_layout import NUM_DISK_SLOTS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.slots import assign_slots, in_order_of_slots, through_slots
@@ -21,19 +22,43 @@ def lower(
     placements: Sequence[Placement],
     num_slots: int,
     order: Sequence[int],
-    eager: Collection[int] = (),
-    num_disk_slots: int = 0,
+    eager: Collection[int],
 ) -> Schedule:
-    """Return the schedule that executes ``placements`` in the given order of the units, of which some are ``eager``."""
+    """Return the schedule that executes ``placements`` in the given order of the units, of which some are ``eager``.
+
+    CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its slot, so that
+    the h2d lane runs ahead by the number of slots, and the read of a unit on disk follows the write that frees its own.
+    Streamed units that are eager come first, because backward updates them.
+    """
     streamed = in_order_of_slots(order, placements, eager)
     on_disk = [index for index in order if workload.units[index].is_on_disk]
-    num_slots, num_disk_slots = min(num_slots, len(streamed)), min(num_disk_slots, len(on_disk))
+    num_slots, num_disk_slots = min(num_slots, len(streamed)), min(NUM_DISK_SLOTS, len(on_disk))
     slots, disk_slots = assign_slots(streamed, num_slots), assign_slots(on_disk, num_disk_slots)
+    actions, to_read = list[Action](), iter(on_disk)
+
+    def read(count: int) -> None:
+        actions.extend(Action(ActionKind.READ, index, disk_slots[index]) for index in islice(to_read, count))
+
+    read(num_disk_slots)
+    for index in order:
+        if placements[index] is not Placement.CPU:
+            continue
+        if index in disk_slots:
+            actions += [Action(kind, index, disk_slots[index]) for kind in DISK_CHAIN[1:]]
+            read(1)
+        else:
+            chains = EAGER_CHAINS if index in eager else CHAINS
+            actions += [Action(kind, index) for kind in chains[Placement.CPU]]
+    early = [index for index in streamed if index in eager]
+    others = (index for index in order if placements[index] is not Placement.CPU and index not in early)
+    actions += through_slots([*early, *others], slots, eager, adopts=False)
+    # After the prefetches of units that forward needs earlier.
+    actions.extend(Action(ActionKind.ADOPT, index, slots[index]) for index in reversed(early))
     return Schedule(
         num_slots=num_slots,
         slot_numel=max((workload.units[index].length for index in streamed), default=0),
         num_disk_slots=num_disk_slots,
-        actions=tuple(insert_waits(issue_order(order, placements, slots, eager, disk_slots))),
+        actions=tuple(insert_waits(actions)),
     )
 
 
@@ -70,38 +95,12 @@ def forward_order(
     return (*residents, *(index for *_, index in sorted(due)))
 
 
-def issue_order(
-    order: Sequence[int],
-    placements: Sequence[Placement],
-    slots: Mapping[int, int],
-    eager: Collection[int] = (),
-    disk_slots: Mapping[int, int] | None = None,
-) -> list[Action]:
-    """Return the actions, without waits, in the order in which the host issues them.
-
-    CPU units come first, so that the CPU lane is never idle. A prefetch follows the flush that frees its slot, so that
-    the h2d lane runs ahead by the number of slots, and the read of a unit on disk follows the write that frees its own.
-    Streamed units that are eager come first, because backward updates them.
-    """
-    disk_slots = disk_slots or {}
-    actions, to_read = list[Action](), iter([index for index in order if index in disk_slots])
-
-    def read(count: int) -> None:
-        actions.extend(Action(ActionKind.READ, index, disk_slots[index]) for index in islice(to_read, count))
-
-    read(max(disk_slots.values(), default=-1) + 1)
-    for index in order:
-        if placements[index] is not Placement.CPU:
-            continue
-        if index in disk_slots:
-            actions += [Action(kind, index, disk_slots[index]) for kind in DISK_CHAIN[1:]]
-            read(1)
-        else:
-            chains = EAGER_CHAINS if index in eager else CHAINS
-            actions += [Action(kind, index) for kind in chains[Placement.CPU]]
-    early = [index for index in in_order_of_slots(order, placements, eager) if index in eager]
-    others = (index for index in order if placements[index] is not Placement.CPU and index not in early)
-    actions += through_slots([*early, *others], slots, eager, adopts=False)
-    # After the prefetches of units that forward needs earlier.
-    actions.extend(Action(ActionKind.ADOPT, index, slots[index]) for index in reversed(early))
-    return actions
+def serial_schedule(placements: Sequence[Placement]) -> Schedule:
+    """Return the schedule of stock DeepSpeed or Twin-Flow: each action waits for the action before it."""
+    assert Placement.STREAMED not in placements
+    actions: list[Action] = []
+    for unit, placement in enumerate(placements):
+        for kind in CHAINS[placement]:
+            waits = tuple(before.name for before in actions[-1:] if before.lane is not kind.lane)
+            actions.append(Action(kind, unit, waits=waits))
+    return Schedule(num_slots=0, slot_numel=0, actions=tuple(actions))

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from perf_model.schedule.host_layout import NUM_DISK_SLOTS
 from perf_model.schedule.lowering import forward_order, lower
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Workload
 from perf_model.units import counted
 
 DEFAULT_NUM_SLOTS = 2
@@ -35,22 +34,15 @@ class UpdatePlan:
     eager: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if len(self.placements) != len(self.workload.units):
-            raise ValueError(
-                f"A plan has one placement per unit: {len(self.workload.units)} units, "
-                f"found {len(self.placements)} placements."
-            )
-        persistent = self.workload.persistent_unit
-        if persistent is not None and self.placements[persistent] is not Placement.CPU:
-            raise ValueError(f"The CPU updates persistent parameters, found {self.placements[persistent].value}.")
-        if wrong := [unit.index for unit in self.workload.units if unit.is_on_disk and not self._is_on_cpu(unit)]:
-            raise ValueError(f"The CPU updates units on disk, found others: {wrong}.")
+        placed = zip(self.workload.units, self.placements, strict=True)
+        of_cpu = (each for each in placed if each[0].is_persistent or each[0].is_on_disk)
+        if wrong := [unit.index for unit, placement in of_cpu if placement is not Placement.CPU]:
+            raise ValueError(f"The CPU updates persistent parameters and units on disk, found others: {wrong}.")
         if self.num_slots < 1:
             raise ValueError(f"A plan has at least 1 slot, found {self.num_slots}.")
         if self.order is not None and sorted(self.order) != list(range(len(self.placements))):
             raise ValueError(f"A plan's order names each of its {len(self.placements)} units once, found {self.order}.")
-        if self.eager and not self.eager <= self.eligible_as_eager:
-            wrong = sorted(self.eager - self.eligible_as_eager)
+        if self.eager and (wrong := sorted(self.eager - self.eligible_as_eager)):
             rule = "Eager units are not resident, and neither the persistent unit nor one on disk is eager"
             raise ValueError(f"{rule}, found {wrong}.")
 
@@ -58,7 +50,7 @@ class UpdatePlan:
     def schedule(self) -> Schedule:
         """Return the actions, lowered on first use, because the planner discards many plans without them."""
         order = self.order or forward_order(self.workload, self.placements)
-        return lower(self.workload, self.placements, self.num_slots, order, self.eager, NUM_DISK_SLOTS)
+        return lower(self.workload, self.placements, self.num_slots, order, self.eager)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -84,9 +76,6 @@ class UpdatePlan:
             for unit, placement in zip(self.workload.units, self.placements, strict=True)
             if placement is not Placement.RESIDENT and not (unit.is_persistent or unit.is_on_disk)
         )
-
-    def _is_on_cpu(self, unit: Unit) -> bool:
-        return self.placements[unit.index] is Placement.CPU
 
     @property
     def eager_numel(self) -> int:
@@ -128,12 +117,8 @@ def place_all(workload: Workload, placement: Placement) -> tuple[Placement, ...]
 def place_by_stride(workload: Workload, stride: int) -> tuple[Placement, ...]:
     """Stream each unit i with (i + 1) % stride == 0, not counting the persistent one (arXiv 2410.21316)."""
     first = 0 if workload.persistent_unit is None else 1
-    return tuple(
-        Placement.STREAMED
-        if unit.index >= first and (unit.index - first + 1) % stride == 0 and not unit.is_on_disk
-        else Placement.CPU
-        for unit in workload.units
-    )
+    streamed = enumerate(place_all(workload, Placement.STREAMED))
+    return tuple(place if (unit - first + 1) % stride == 0 else Placement.CPU for unit, place in streamed)
 
 
 def in_forward_order(plan: UpdatePlan, first_use: Sequence[int] | None) -> UpdatePlan:

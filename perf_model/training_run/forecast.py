@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from perf_model.plan_request import PlanRequest
-from perf_model.prediction.cost import CostModel, DiskRates, stock_speed_up
+from perf_model.planner import PlannedUpdate
+from perf_model.prediction.cost import CostModel, stock_speed_up
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import (
     GPU_MARGIN_BYTES,
@@ -19,16 +20,16 @@ from perf_model.prediction.memory import (
     memory_of,
     reserved_by_stock,
 )
+from perf_model.prediction.network import Network
 from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
-from perf_model.schedule.lowering import forward_order
+from perf_model.schedule.lowering import forward_order, serial_schedule
 from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
-from perf_model.schedule.serial import serial_schedule
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, GradientPath, Overheads, PhaseRates
@@ -109,8 +110,8 @@ class Overlap:
 class Forecast:
     """The predicted iteration of a job on one machine with the best plan, and with the alternatives.
 
-    Whether a plan fits does not depend on ``overlap`` or ``overheads``. The windows of the update are the last backward
-    of a step and the first forward of the next one.
+    Whether a plan fits does not depend on ``overlap``. The windows of the update are the last backward of a step and
+    the first forward of the next one. ``rates`` are of the plugin.
     """
 
     def __init__(
@@ -120,7 +121,6 @@ class Forecast:
         limits: MemoryLimits,
         overlap: Overlap,
         unit_sizes: Iterable[int],
-        overheads: Overheads = NO_OVERHEADS,
     ) -> None:
         """Find the best plan.
 
@@ -129,8 +129,8 @@ class Forecast:
         self.job, self._profile, self._limits = job, profile, limits
         self._copied = replace(job.setup.widths, publishes=not job.offload_param)
         self._has_gpu = profile.has_accelerator
-        self._rates = PhaseRates.from_profile(profile, job.ranks_on_node, overheads)
-        self._of_plugin = replace(self._rates, overheads=overheads.of_plugin)
+        self.overheads = Overheads.from_profile(profile)
+        self.rates = PhaseRates.from_profile(profile, job.ranks_on_node, self.overheads.of_plugin)
         self._training = TrainingMemory(job)
         self.reserved_host_bytes = reserved_host_bytes(job.ranks_on_node, has_gpu=self._has_gpu)
         gpu = None if limits.gpu is None else limits.gpu - limits.gpu_margin
@@ -149,9 +149,9 @@ class Forecast:
         setup, self.windows = job.setup, Windows()
         if self._has_gpu:
             self.windows = Windows(
-                backward_s=job.work.backward_s(self._of_plugin) if overlap.backward else 0.0,
-                forward_s=job.work.forward_s(self._of_plugin) if overlap.forward else 0.0,
-                slowdown=Slowdown(cpu=overheads.cpu_slowdown if overlap.backward or overlap.forward else 0.0),
+                backward_s=job.work.backward_s(self.rates) if overlap.backward else 0.0,
+                forward_s=job.work.forward_s(self.rates) if overlap.forward else 0.0,
+                slowdown=Slowdown(cpu=self.overheads.cpu_slowdown if overlap.backward or overlap.forward else 0.0),
             )
             if left is not None and left >= 0:
                 # PyTorch gives up its cache if training needs the memory, but a plan takes its memory for good.
@@ -184,8 +184,7 @@ class Forecast:
         except DoesNotFit as error:
             raise DoesNotFit(error.missing, self._remedy(error.missing)) from None
         self.planned, self.unit_size = self.chosen.planned, self.chosen.unit_size
-        path = GradientPath.for_plan(self.chosen.plan, self.request.setup)
-        self.predicted = self._iteration(self._of_plugin, self.planned.update_s, self.planned.added, path)
+        self.predicted = self._with_update(self.planned, self.request)
 
     def _eager_bytes(self, host_bytes: int | None) -> int:
         if self._limits.eager is not None:
@@ -208,6 +207,10 @@ class Forecast:
 
     def _bytes_of(self, training: TrainingMemory) -> int:
         return training.gpu_bytes if self._has_gpu else training.allocated_bytes
+
+    def _with_update(self, update: PlannedUpdate, request: PlanRequest) -> PredictedIteration:
+        path = GradientPath.for_plan(update.plan, request.setup)
+        return self._iteration(self.rates, update.update_s, update.added, path)
 
     def _iteration(
         self, rates: PhaseRates, update_s: float, added: AddedTime, path: GradientPath, job: Job | None = None
@@ -256,17 +259,15 @@ class Forecast:
             request = _without_sums(request)
         if excess := self.budgets.missing(memory_of(plan, request.setup)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
-        update = request.evaluate(plan)
-        path = GradientPath.for_plan(plan, request.setup)
-        return self._iteration(self._of_plugin, update.update_s, update.added, path)
+        return self._with_update(request.evaluate(plan), request)
 
     def _deepspeed(self, residents: int) -> Outcome:
-        plan, widths, disk = self._plan_of_deepspeed(residents), self._copied, self._disk_of_deepspeed(residents)
-        if missing := self.budgets.missing(self._reserved_by_deepspeed(residents)):
+        plan, widths, disk = self._plan_of_deepspeed(residents), self._copied, self.job.disk
+        if missing := self.budgets.missing(self._reserved_by_deepspeed(plan)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(missing)}")
         cost = CostModel.for_stock(self._profile, widths)
         update_s = simulate(serial_schedule(plan.placements), plan.workload, cost).end_s
-        if disk is not None:
+        if disk is not None and self._is_on_disk(plan):
             # All states and gradients are read, and all states are written, one sub-group after the other. Backward
             # writes the gradients, which is also counted here.
             each = widths.states + widths.master
@@ -274,31 +275,27 @@ class Forecast:
         if (step_params_per_s := self._profile.get("stock_step_params_per_s")) is not None:
             # The rate includes what the simulation lacks: norm, unscaling and the search for inf.
             update_s = max(update_s, plan.numel(Placement.CPU) / (stock_speed_up(widths) * step_params_per_s))
-        rates = replace(self._rates, overheads=self._rates.overheads.of_stock)
+        rates = replace(self.rates, overheads=self.overheads.of_stock)
         return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath.for_stock(plan, widths))
 
-    def _disk_of_deepspeed(self, residents: int) -> DiskRates | None:
-        return self.job.disk if residents == 0 and self.planned.plan.workload.on_disk_numel else None
+    def _is_on_disk(self, plan: UpdatePlan) -> bool:
+        return self.planned.plan.workload.on_disk_numel > 0 and Placement.RESIDENT not in plan.placements
 
-    def _reserved_by_deepspeed(self, residents: int) -> MemoryUse:
-        plan, widths = self._plan_of_deepspeed(residents), self._copied
-        if self._disk_of_deepspeed(residents) is not None:
-            return self._memory_of_stock_on_nvme(plan)
+    def _reserved_by_deepspeed(self, plan: UpdatePlan) -> MemoryUse:
+        """Return the memory of the optimizer.
+
+        With states on disk, these are accumulated gradients, and a buffer per state and gradient of the largest
+        sub-group: ``PartitionedOptimizerSwapper`` has ``buffer_count`` of them, 4 by default.
+        """
+        widths, numel = self._copied, plan.workload.numel
+        if self._is_on_disk(plan):
+            buffers_bytes = (widths.states + widths.master) * max(plan.workload.sub_group_numels)
+            return MemoryUse(gpu_bytes=0, host_bytes=numel * widths.param + buffers_bytes, pinned_bytes=buffers_bytes)
         reserved = MemoryUse.from_reservations(reserved_by_stock(plan, widths))
         if self.job.offload_param and widths.rounds:
             # The trained parameters. The budget is what the frozen ones leave.
-            reserved = replace(reserved, host_bytes=reserved.host_bytes + plan.workload.numel * PARAM_BYTES)
+            reserved = replace(reserved, host_bytes=reserved.host_bytes + numel * PARAM_BYTES)
         return reserved
-
-    def _memory_of_stock_on_nvme(self, plan: UpdatePlan) -> MemoryUse:
-        """Return the host memory: accumulated gradients, and a buffer per state and gradient of the largest sub-group.
-
-        ``PartitionedOptimizerSwapper`` has ``buffer_count`` of them, 4 by default.
-        """
-        widths = self._copied
-        buffers_bytes = (widths.states + widths.master) * max(plan.workload.sub_group_numels)
-        host_bytes = plan.workload.numel * widths.param + buffers_bytes
-        return MemoryUse(gpu_bytes=0, host_bytes=host_bytes, pinned_bytes=buffers_bytes)
 
     def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
         """Return the plan with the first sub-groups on the GPU (``stage3.py``, ``subgroup_to_device``)."""
@@ -324,7 +321,8 @@ class Forecast:
         cost = CostModel.from_profile(self._profile, self.job.setup.widths)
         update_s = cost.load(ActionKind.GPU_STEP, self.planned.plan.workload.numel).total_s
         job = replace(self.job, offload_param=False)
-        return self._iteration(self._rates, update_s, AddedTime(update_s, 0.0), GradientPath(), job)
+        rates = replace(self.rates, overheads=self.overheads)
+        return self._iteration(rates, update_s, AddedTime(update_s, 0.0), GradientPath(), job)
 
     @cached_property
     def no_offload_bytes(self) -> int:
@@ -345,7 +343,7 @@ class Forecast:
     @property
     def memory_of_stock(self) -> MemoryUse:
         """Return the peak memory of training with stock's offload, also if it does not fit."""
-        return self._with_training(self._reserved_by_deepspeed(residents=0))
+        return self._with_training(self._reserved_by_deepspeed(self._plan_of_deepspeed(residents=0)))
 
     def _with_training(self, optimizer: MemoryUse) -> MemoryUse:
         ranks, training_bytes = self.job.ranks_on_node, self._bytes_of(self._training)
@@ -367,6 +365,16 @@ class Forecast:
     def disk_bytes(self) -> int:
         """Return the bytes of states on the disks of a node."""
         return self.job.ranks_on_node * self.job.setup.widths.disk_bytes(self.planned.plan.workload).on_disk
+
+    @property
+    def phases_s(self) -> tuple[float, float, float]:
+        """Return the seconds of all forwards and backwards alone, without the network, and also without the host."""
+        ideal, work = replace(self.rates, network=Network(ranks_per_node=self.job.ranks_on_node)), self.job.work
+        all_s, without_network_s, products_s = (
+            self.job.accumulation * (work.forward_s(rates) + work.backward_s(rates))
+            for rates in (self.rates, ideal, replace(ideal, overheads=NO_OVERHEADS))
+        )
+        return all_s, without_network_s, products_s
 
     @cached_property
     def bound(self) -> Bound:

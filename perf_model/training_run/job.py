@@ -8,10 +8,9 @@ from functools import cached_property
 
 from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.memory import TrainingSetup
-from perf_model.schedule.cutting import cut_into_units
 from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.schedule.rules import NO_RULES, PlacementRules
-from perf_model.schedule.workload import Partition, Workload, form_sub_groups
+from perf_model.schedule.workload import Partition, form_sub_groups
 from perf_model.training_run.micro_batch import PARAM_BYTES, MicroBatch
 from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay, layer_in, require_integer
 
@@ -105,10 +104,6 @@ class Job:
         """
         groups = [[part for part in self.partitions if has_weight_decay(part.name) is decay] for decay in (True, False)]
         return [sub_group for group in groups for sub_group in form_sub_groups(group, self.sub_group_size)]
-
-    def workload(self, unit_size: int) -> Workload:
-        """Return the units of one rank, of at most ``unit_size`` parameters."""
-        return cut_into_units(self.sub_groups, unit_size, self.rules.placement_of)
 
     @property
     def setup(self) -> TrainingSetup:

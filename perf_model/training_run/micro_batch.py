@@ -24,32 +24,15 @@ On our H200, backward with 16,384 tokens reached it (``tests/model/test_own_gpus
 4xH100 reached 0.71 and 0.61."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatrixRate:
-    """The rate of the operations in training.
+def training_flops_per_s(profile: HardwareProfile) -> float:
+    """Return the rate of the matrix products in training.
 
-    A product with ``elements`` elements in its result runs at ``limit_flops_per_s * elements / (elements +
-    half_elements)``.
+    Raise ``ProfileError`` if ``profile`` contains no matrix product. No share of them is known for a CPU.
     """
-
-    limit_flops_per_s: float
-    half_elements: float = 0.0
-
-    @classmethod
-    def from_profile(cls, profile: HardwareProfile) -> MatrixRate:
-        """Return the rate in training, for products of any size.
-
-        Raise ``ProfileError`` if ``profile`` contains no matrix product. No share of them is known for a CPU.
-        """
-        measured = profile.get("training_flops_per_s")
-        if measured is None:
-            share = TRAINING_SHARE if profile.has_accelerator else 1.0
-            measured = share * profile.rate("matmul_flops_per_s", purpose="forward and backward")
-        return cls(limit_flops_per_s=measured)
-
-    def flops_per_s(self, elements: float) -> float:
-        """Return the FLOP/s of a product with ``elements`` elements in its result."""
-        return self.limit_flops_per_s * elements / (elements + self.half_elements)
+    if (measured := profile.get("training_flops_per_s")) is not None:
+        return measured
+    share = TRAINING_SHARE if profile.has_accelerator else 1.0
+    return share * profile.rate("matmul_flops_per_s", purpose="forward and backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +100,7 @@ class PhaseRates:
     memory (``_create_param_groups_fp16_flat_cpu_memory``).
     """
 
-    matrix: MatrixRate
+    flops_per_s: float
     network: Network
     overheads: Overheads = NO_OVERHEADS
     h2d_bytes_per_s: float = math.inf
@@ -126,7 +109,7 @@ class PhaseRates:
     def from_profile(cls, profile: HardwareProfile, ranks_per_node: int, overheads: Overheads) -> PhaseRates:
         """Return the rates of ``profile``. Raise ``ProfileError`` if it has no rate of matrix products."""
         return cls(
-            matrix=MatrixRate.from_profile(profile),
+            flops_per_s=training_flops_per_s(profile),
             network=Network.from_profile(profile, ranks_per_node),
             overheads=overheads,
             h2d_bytes_per_s=profile.get("h2d_bytes_per_s") or math.inf,
@@ -180,7 +163,7 @@ class MicroBatch:
         """Return the seconds of matrix products and of the sums of activations between them."""
         ranks, whole_bytes = self.tensor_parallel, PARAM_BYTES * self.elements
         sum_s = rates.network.reduce_scatter_s(whole_bytes, ranks) + rates.network.all_gather_s(whole_bytes, ranks)
-        return flops / rates.matrix.flops_per_s(self.elements) + self.layers * all_reduces * sum_s
+        return flops / rates.flops_per_s + self.layers * all_reduces * sum_s
 
     def _network(self, rates: PhaseRates) -> Network:
         return replace(rates.network, ranks_per_node=max(1, rates.network.ranks_per_node // self.tensor_parallel))

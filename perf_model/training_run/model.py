@@ -218,8 +218,7 @@ def has_weight_decay(name: str) -> bool:
     return _WITHOUT_WEIGHT_DECAY.search(name.lower()) is None
 
 
-def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> int:
-    """Return ``value``. Raise ``ModelError`` unless it is an integer from ``least`` to ``most``."""
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-        return value
-    raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shorten(value)}.\n{remedy}")
+def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> None:
+    """Raise ``ModelError`` unless ``value`` is an integer from ``least`` to ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shorten(value)}.\n{remedy}")

@@ -110,9 +110,7 @@ class TrainingMemory:
     @property
     def partition_bytes(self) -> int:
         """Return the bytes of this rank's partitions of the parameters, 0 if these are in host memory."""
-        return (
-            0 if self.job.offload_param else PARAM_BYTES * sum(map(self.job.partition_numel, self.job.shards.values()))
-        )
+        return 0 if self.job.offload_param else PARAM_BYTES * self.job.padded_numel
 
     @property
     def bucket_bytes(self) -> int:
@@ -173,7 +171,8 @@ class TrainingMemory:
     def activation_bytes(self) -> int:
         """Return the peak of the activations: in the backward of the loss or of the last layer."""
         layers = self.job.shape.layers
-        in_loss = self.kept_bytes(layers) + self.logits_bytes + (self._norm_bytes + 2) * self._elements
+        logits_bytes = LOGIT_BYTES * self._tokens * self.job.shape.vocab
+        in_loss = self.kept_bytes(layers) + logits_bytes + (self._norm_bytes + 2) * self._elements
         return max(in_loss, self.in_feed_forward(layers - 1), self.in_attention(layers - 1))
 
     @cached_property
@@ -185,11 +184,6 @@ class TrainingMemory:
     def kept_bytes(self, layers: int) -> int:
         """Return the bytes of activations that so many layers keep for backward."""
         return layers * (2 * self._elements if self.job.recompute else self.layer_bytes)
-
-    @property
-    def logits_bytes(self) -> int:
-        """Return the bytes of the logits in the backward of the loss."""
-        return LOGIT_BYTES * self._tokens * self.job.shape.vocab
 
     def in_feed_forward(self, layer: int) -> int:
         """Return the most activations in the backward of a layer's feed-forward."""

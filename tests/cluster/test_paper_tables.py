@@ -21,7 +21,7 @@ from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
 from perf_model.presets.machines import MACHINES, SELENE
 from perf_model.training_run.decoder import gpt
-from perf_model.training_run.forecast import MemoryLimits, Overlap
+from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import PhaseRates
 from tests.model.profiles import job as on_nodes
@@ -90,7 +90,7 @@ def of_zero_3(row: ThroughputRow) -> float:
     job = job_of(row)
     limits = MemoryLimits(gpu=PROFILE.gpu_memory_bytes, host=PROFILE.host_memory_bytes)
     layouts = layouts_of(job, row.batch, [1], [row.micro_batch])
-    (found,), _ = predict_layouts(job, layouts, PROFILE, limits, Overlap(), UNIT_SIZES)
+    (found,), _ = predict_layouts(job, layouts, lambda job: Forecast(job, PROFILE, limits, Overlap(), UNIT_SIZES))
     return row.flops / row.gpus / found.predicted.iteration_s / 1e12
 
 

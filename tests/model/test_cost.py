@@ -25,7 +25,7 @@ from perf_model.schedule.action import ActionKind
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
-from perf_model.training_run.micro_batch import MatrixRate
+from perf_model.training_run.micro_batch import training_flops_per_s
 from tests.model.costs import cost
 from tests.model.profiles import RATES, profile
 
@@ -54,7 +54,7 @@ def test_a_profile_gives_medians_and_spreads_and_refuses_a_waived_rate_that_is_n
     with pytest.raises(ProfileError, match=r"gpu_adam_params_per_s: is needed to predict the update, found nothing"):
         without.rate("gpu_adam_params_per_s")
     with pytest.raises(ProfileError, match=r"matmul_flops_per_s: is needed to predict forward .*not in the profile"):
-        MatrixRate.from_profile(profile())
+        training_flops_per_s(profile())
 
 
 def raw(**changes: Any) -> str:

@@ -23,9 +23,9 @@ from perf_model.training_run.micro_batch import (
     NO_OVERHEADS,
     TRAINING_SHARE,
     GradientPath,
-    MatrixRate,
     Overheads,
     PhaseRates,
+    training_flops_per_s,
 )
 from perf_model.training_run.model import ModelError
 from tests.model.profiles import CPU_ONLY, RATES, profile
@@ -101,16 +101,16 @@ def test_the_slower_of_both_connections_determines_the_time_of_a_collective(
 
 JOB = Job(shape=PRESET, world_size=16, ranks_per_node=8, micro_batch=1, sequence=2048)
 GPU = profile({**RATES, "matmul_flops_per_s": 1e14 / TRAINING_SHARE})
-ALONE = PhaseRates(matrix=MatrixRate(limit_flops_per_s=1e14), network=Network(ranks_per_node=8))
+ALONE = PhaseRates(flops_per_s=1e14, network=Network(ranks_per_node=8))
 
 
 def test_training_runs_at_the_measured_rate_at_a_share_of_that_of_products_or_at_that_of_published_runs() -> None:
-    assert MatrixRate.from_profile(GPU).flops_per_s(1e12) == pytest.approx(1e14)
-    assert MatrixRate.from_profile(profile({**RATES, "training_flops_per_s": 2e14})).flops_per_s(1e6) == 2e14
-    rate = MatrixRate.from_profile(MACHINES["h100-pcie5"].profile(ranks=4))
-    assert (rate.limit_flops_per_s, rate.half_elements) == (pytest.approx(MACHINES["h100-pcie5"].matmul_flops), 0)
+    assert training_flops_per_s(GPU) == pytest.approx(1e14)
+    assert training_flops_per_s(profile({**RATES, "training_flops_per_s": 2e14})) == 2e14
+    preset = MACHINES["h100-pcie5"]
+    assert training_flops_per_s(preset.profile(ranks=4)) == pytest.approx(preset.matmul_flops)
     cpu = profile({**RATES, **dict.fromkeys(ACCELERATOR_RATES), "matmul_flops_per_s": 1e13})
-    assert MatrixRate.from_profile(replace(cpu, gpu_memory_bytes=None)).limit_flops_per_s == 1e13
+    assert training_flops_per_s(replace(cpu, gpu_memory_bytes=None)) == 1e13
 
 
 def test_seconds_of_the_host_are_of_the_profile_or_of_our_machines_and_each_arm_adds_its_own() -> None:
@@ -172,10 +172,11 @@ def test_impossible_jobs_are_refused(key: str, value: float) -> None:
         replace(JOB, **{key: value})
 
 
-SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=16)
+SMALL = Job(shape=MODELS["7B"], world_size=4, ranks_per_node=4, micro_batch=1, sequence=256, recompute=False)
 """A job with sequences so short that copying the gradients takes longer than the arithmetic of backward."""
 
-WITH_GPU = profile({**RATES, "matmul_flops_per_s": 1e15})
+QUICK_HOST = {"module_forward_s": 1e-5, "module_backward_s": 1e-5, "module_gradients_s": 0.0, "module_step_s": 0.0}
+WITH_GPU = profile({**RATES, **QUICK_HOST, "matmul_flops_per_s": 1e15})
 
 
 def test_backward_is_charged_for_the_gradients_of_each_placement() -> None:

@@ -30,7 +30,6 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import in_forward_order
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelShape, ParameterShape
 from tests.launch import REPOSITORY
 from tests.model.costs import plan_of
@@ -72,7 +71,7 @@ def placements(cpu_share: float, streamed_share: float) -> tuple[Placement, ...]
 
 
 def forecast(job: Job, profile: HardwareProfile, limits: MemoryLimits, *unit_sizes: int) -> Forecast:
-    return Forecast(job, profile, limits, Overlap(), unit_sizes, Overheads.from_profile(profile))
+    return Forecast(job, profile, limits, Overlap(), unit_sizes)
 
 
 def outcome(found: Forecast, name: str) -> PredictedIteration:

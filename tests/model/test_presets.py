@@ -18,7 +18,7 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.simulate import simulate
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
-from perf_model.schedule.serial import serial_schedule
+from perf_model.schedule.lowering import serial_schedule
 
 STATED = {
     **{"Llama-2-7B": 6_738_415_616, "Llama-3-8B": 8_030_261_248, "Llama-3-70B": 70_553_706_496},

@@ -27,9 +27,9 @@ from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import MemoryKind, total_reserved
 from perf_model.prediction.simulate import simulate
 from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.lowering import serial_schedule
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.serial import serial_schedule
 from perf_model.schedule.workload import Workload
 
 
