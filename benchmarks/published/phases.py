@@ -95,7 +95,7 @@ def hiding_backward_s(run: MeasuredRun, rates: Mapping[str, float]) -> float:
     plan = UpdatePlan(workload=workload_of(run.setting), placements=placements_of(run.setting), num_slots=1)
     path = GradientPath.for_stock(plan)
     _, computed_s = micro_batch_seconds(run, rates)
-    earlier_s = max(computed_s, (path.accumulated_down_bytes + path.accumulated_up_bytes) / link)
+    earlier_s = max(computed_s, 2 * path.accumulated_bytes / link)
     return (run.accumulation - 1) * earlier_s + max(computed_s, (path.down_bytes + path.up_bytes) / link)
 
 

@@ -24,8 +24,7 @@ from deep_opt_states.runtime.worker import HostThreads
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.slots import in_vain
-from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
+from perf_model.schedule.slots import flushes_before, in_vain, slot_shift
 
 
 class Issuer:

@@ -9,18 +9,17 @@ from dataclasses import replace
 from perf_model.schedule.action import Action, ActionKind
 from perf_model.schedule.happens_before import CHAINS, DISK_CHAIN, EAGER_CHAINS, EMPTIED_BY, Clocks, dependencies
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.schedule import Schedule, format_grid
-from perf_model.schedule.slots_between_updates import flushes_before, slot_shift
+from perf_model.schedule.schedule import Schedule
+from perf_model.schedule.slots import flushes_before, slot_shift
 from perf_model.schedule.workload import Workload
 
 
 class ScheduleError(ValueError):
-    """A schedule that must not be executed. The message ends with its grid, in which the failing action is marked."""
+    """A schedule that must not be executed. The message ends with its actions, of which the failing one is marked."""
 
     def __init__(self, schedule: Schedule, failing: Action | None, rule: str) -> None:
-        self.failing = failing
-        location = "" if failing is None else f" At {failing}."
-        super().__init__(f"{rule}{location}\n{format_grid(schedule, failing)}")
+        rows = (f"{'>' if action is failing else ' '} {action}" for action in schedule.actions)
+        super().__init__("\n".join([rule, *rows]))
 
 
 def check(schedule: Schedule, workload: Workload) -> tuple[Placement, ...]:

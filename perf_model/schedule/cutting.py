@@ -1,4 +1,4 @@
-"""Cut sub-groups into units: along layers where possible, and else into pieces of equal length.
+"""Decide which states are on disk, and cut sub-groups into units: along layers where possible, else into equal pieces.
 
 For example, with units of at most 500 parameters (e: embedding of 700; layers 0 to 3 of 200 each)::
 
@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby
 
+from perf_model.schedule.host_layout import NUM_DISK_SLOTS, PAGE_BYTES, Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Partition, Range, Unit, Workload
 
@@ -31,6 +32,9 @@ SLIVER = 0.05
 DISK_UNIT_SIZE = 10**7
 """The most parameters of a unit on disk: 120 MB of states, which a disk reads as fast as more."""
 
+EDGES_BYTES = 2 * PAGE_BYTES
+"""The most bytes of one state of a partition that stay in host memory, because they share pages with others."""
+
 WHOLE_SUB_GROUPS = 10**15
 """The unit size with which every sub-group is one unit, unless rules place parts of it differently."""
 
@@ -42,6 +46,35 @@ def layer_of(name: str) -> str:
     """Return the path up to the first number, as in ``model.layers.3``, or else the path of the module."""
     match = _LAYER.match(name)
     return name.rpartition(".")[0] or name if match is None else match[1]
+
+
+def place_on_disk(
+    sub_groups: Sequence[Sequence[Partition]],
+    widths: Widths,
+    host_bytes: int,
+    placement_of: Callable[[str], Placement | None] = lambda name: None,
+    disk_unit_size: int = DISK_UNIT_SIZE,
+) -> list[list[Partition]]:
+    """Return ``sub_groups`` with states on disk until the others, gradients and disk slots fit into ``host_bytes``.
+
+    The last partitions are the first on disk. Persistent ones, and those that a rule places on the accelerator, are
+    never on disk, and those of a few pages never gain anything there. If too few are left, all of these are on disk.
+    """
+    placed = [list(partitions) for partitions in sub_groups]
+    numel = sum(partition.numel for partitions in placed for partition in partitions)
+    excess_bytes = numel * sum(widths.on_host.values()) - host_bytes
+    if excess_bytes <= 0:
+        return placed
+    excess_bytes += NUM_DISK_SLOTS * min(numel, disk_unit_size) * widths.states
+    for partitions in reversed(placed):
+        for position in reversed(range(len(partitions))):
+            partition = partitions[position]
+            saved_bytes = partition.numel * widths.states - EDGES_BYTES * len(widths.of_states)
+            may_be = not partition.is_persistent and placement_of(partition.name) in (None, Placement.CPU)
+            if may_be and saved_bytes > 0 and excess_bytes > 0:
+                partitions[position] = replace(partition, is_on_disk=True)
+                excess_bytes -= saved_bytes
+    return placed
 
 
 def cut_into_units(
@@ -108,20 +141,17 @@ def _joined(units: Sequence[Unit], unit_size: int, disk_unit_size: int) -> list[
     """Return ``units`` with those of one layer joined that are whole sub-groups: the host takes time for each unit."""
     units_of = Counter(unit.ranges[0].sub_group for unit in units if not unit.is_persistent)
     joined: list[Unit] = []
-    may_join = False
+    before = None
     for unit in units:
         is_whole = not unit.is_persistent and units_of[unit.ranges[0].sub_group] == 1 and unit_size < WHOLE_SUB_GROUPS
+        alike = (unit.label, unit.fixed, unit.is_on_disk) if is_whole else None
         most = disk_unit_size if unit.is_on_disk else unit_size
-        if may_join and is_whole and _are_alike(joined[-1], unit) and joined[-1].numel + unit.numel <= most:
+        if is_whole and alike == before and joined[-1].numel + unit.numel <= most:
             joined[-1] = replace(joined[-1], ranges=joined[-1].ranges + unit.ranges)
         else:
             joined.append(replace(unit, index=len(joined)))
-        may_join = is_whole
+        before = alike
     return joined
-
-
-def _are_alike(unit: Unit, other: Unit) -> bool:
-    return (unit.label, unit.fixed, unit.is_on_disk) == (other.label, other.fixed, other.is_on_disk)
 
 
 def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
@@ -134,10 +164,7 @@ def _part(ranges: Sequence[Range], begin: int, end: int) -> Iterator[Range]:
 
 
 def _runs(partitions: Iterable[Partition], unit_size: int, whole: Mapping[str, int]) -> list[tuple[int, str]]:
-    """Return the lengths and labels of the longest runs of layers up to ``unit_size``.
-
-    A part of a layer is its own run.
-    """
+    """Return the lengths and labels of the longest runs of layers up to ``unit_size``. Parts of layers stay alone."""
     runs: list[tuple[int, str]] = []
     may_join = False
     for layer, of_layer in groupby(partitions, key=lambda partition: layer_of(partition.name)):

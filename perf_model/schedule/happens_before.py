@@ -32,11 +32,7 @@ EMPTIED_BY = {ActionKind.PREFETCH: ActionKind.FLUSH_STATES, ActionKind.READ: Act
 
 
 def dependencies(actions: Sequence[Action]) -> dict[str, tuple[Action, ...]]:
-    """Return, by action name, the actions that must have finished before the action starts.
-
-    These are the predecessor in the unit's chain and, for a PREFETCH or a READ, the action that empties its slot of the
-    previous occupant.
-    """
+    """Return by action name the actions that it must start after: the one before in its chain, and in its slot."""
     by_name = {action.name: action for action in actions}
     latest: dict[int, Action] = {}
     occupant: dict[tuple[ActionKind, int], Action] = {}

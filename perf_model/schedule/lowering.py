@@ -18,11 +18,7 @@ CPU_PER_DISK = 4
 
 
 def lower(
-    workload: Workload,
-    placements: Sequence[Placement],
-    num_slots: int,
-    order: Sequence[int],
-    eager: Collection[int],
+    workload: Workload, placements: Sequence[Placement], num_slots: int, order: Sequence[int], eager: Collection[int]
 ) -> Schedule:
     """Return the schedule that executes ``placements`` in the given order of the units, of which some are ``eager``.
 

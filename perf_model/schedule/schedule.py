@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from perf_model.schedule.action import Action, ActionKind, lanes_of
+from perf_model.schedule.action import Action, ActionKind
 
 PUBLISHING = (ActionKind.GPU_STEP, ActionKind.PUBLISH, ActionKind.ADOPT)
 """The kinds of action that write 16-bit parameters. Each unit has exactly one such action."""
@@ -33,19 +33,3 @@ class Schedule:
     def __str__(self) -> str:
         header = f"schedule slots {self.num_slots} slot_numel {self.slot_numel}"
         return "\n".join([header, *map(str, self.actions)])
-
-
-def format_grid(schedule: Schedule, failing: Action | None = None) -> str:
-    """Return one row per action in issue order and one column per lane, with ``failing`` marked."""
-
-    def cell(action: Action) -> str:
-        return action.name if action.slot is None else f"{action.name} [{action.slot}]"
-
-    lanes = lanes_of(schedule.actions)
-    width = max([len(cell(action)) for action in schedule.actions] + [len(lane.value) for lane in lanes])
-    rows = ["  " + " ".join(["   #", *(lane.value.ljust(width) for lane in lanes), "after"])]
-    for position, action in enumerate(schedule.actions):
-        columns = [(cell(action) if action.lane is lane else "").ljust(width) for lane in lanes]
-        mark = ">" if action is failing else " "
-        rows.append(f"{mark} {' '.join([f'{position:4}', *columns, ', '.join(action.waits)])}".rstrip())
-    return "\n".join(rows)

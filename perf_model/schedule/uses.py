@@ -21,8 +21,7 @@ from perf_model.schedule.workload import Partition, Unit, Workload
 class ParameterUses:
     """The elements that forward has used before it first needs a unit.
 
-    ``uses`` contains the names of the parameters in order of use, once per use. Names that are not in ``sub_groups`` do
-    not count.
+    ``uses`` contains names of parameters in order of use, once per use. Those outside of ``sub_groups`` do not count.
     """
 
     def __init__(self, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> None:

@@ -11,23 +11,15 @@ from perf_model.plan_request import PlanRequest
 from perf_model.planner import PlannedUpdate
 from perf_model.prediction.cost import CostModel, stock_speed_up
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import (
-    GPU_MARGIN_BYTES,
-    Budgets,
-    DoesNotFit,
-    MemoryUse,
-    excess_of,
-    memory_of,
-    reserved_by_stock,
-)
+from perf_model.prediction.memory import GPU_MARGIN_BYTES, Budgets, DoesNotFit, MemoryUse, excess_of, reserved_by_stock
 from perf_model.prediction.network import Network
 from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.slowdown import Slowdown
 from perf_model.prediction.work_bound import Bound, work_bound
 from perf_model.schedule.action import ActionKind
+from perf_model.schedule.cutting import place_on_disk
 from perf_model.schedule.lowering import forward_order, serial_schedule
-from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
@@ -64,11 +56,6 @@ class PredictedIteration:
     def iteration_s(self) -> float:
         """Return the seconds of the iteration, with only the exposed time of the update."""
         return self.forward_s + self.backward_s + self.exposed_update_s + self.fixed_s
-
-    @property
-    def hidden_update_s(self) -> float:
-        """Return the seconds of the update that backward and forward hide."""
-        return max(0.0, self.update_s - self.exposed_update_s)
 
     def to_json_dict(self) -> dict[str, float | None]:
         return {**asdict(self), "iteration_s": self.iteration_s}
@@ -115,17 +102,9 @@ class Forecast:
     """
 
     def __init__(
-        self,
-        job: Job,
-        profile: HardwareProfile,
-        limits: MemoryLimits,
-        overlap: Overlap,
-        unit_sizes: Iterable[int],
+        self, job: Job, profile: HardwareProfile, limits: MemoryLimits, overlap: Overlap, unit_sizes: Iterable[int]
     ) -> None:
-        """Find the best plan.
-
-        Raise ``DoesNotFit``, with the remedy, if no plan fits, and ``ProfileError`` if the profile lacks a rate.
-        """
+        """Find the best plan. Raise ``DoesNotFit``, with remedies, or ``ProfileError`` if the profile lacks a rate."""
         self.job, self._profile, self._limits = job, profile, limits
         self._copied = replace(job.setup.widths, publishes=not job.offload_param)
         self._has_gpu = profile.has_accelerator
@@ -255,11 +234,13 @@ class Forecast:
         request, workload = self._of_all_memory, self.planned.plan.workload
         order = forward_order(workload, placements, request.first_use_of(workload))
         plan = UpdatePlan(workload=workload, placements=placements, num_slots=DEFAULT_NUM_SLOTS, order=order)
-        if self.budgets.missing(memory_of(plan, request.setup)):
+        update = request.evaluate(plan)
+        if self.budgets.missing(update.memory):
             request = _without_sums(request)
-        if excess := self.budgets.missing(memory_of(plan, request.setup)):
+            update = request.evaluate(plan)
+        if excess := self.budgets.missing(update.memory):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
-        return self._with_update(request.evaluate(plan), request)
+        return self._with_update(update, request)
 
     def _deepspeed(self, residents: int) -> Outcome:
         plan, widths, disk = self._plan_of_deepspeed(residents), self._copied, self.job.disk
@@ -335,8 +316,7 @@ class Forecast:
     def memory(self) -> MemoryUse:
         """Return the peak memory of training: GPU memory per GPU, and host memory per node.
 
-        It includes the model, activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for
-        it.
+        It includes model, activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for it.
         """
         return self._with_training(self.planned.memory)
 
@@ -353,10 +333,9 @@ class Forecast:
             held_bytes = taken_bytes + self._training.cache_bytes
             gpu_bytes = max(taken_bytes, min(held_bytes, self._limits.gpu or held_bytes))
             host_bytes = optimizer.host_bytes + self.job.offloaded_host_bytes
-        host_bytes = self.reserved_host_bytes + ranks * host_bytes
         return MemoryUse(
             gpu_bytes=gpu_bytes,
-            host_bytes=host_bytes,
+            host_bytes=self.reserved_host_bytes + ranks * host_bytes,
             pinned_bytes=ranks * optimizer.pinned_bytes,
             eager_bytes=ranks * optimizer.eager_bytes,
         )

@@ -25,12 +25,10 @@ On our H200, backward with 16,384 tokens reached it (``tests/model/test_own_gpus
 
 
 def training_flops_per_s(profile: HardwareProfile) -> float:
-    """Return the rate of the matrix products in training.
-
-    Raise ``ProfileError`` if ``profile`` contains no matrix product. No share of them is known for a CPU.
-    """
+    """Return the rate of matrix products in training. Raise ``ProfileError`` if ``profile`` contains none."""
     if (measured := profile.get("training_flops_per_s")) is not None:
         return measured
+    # No share of single products is known for a CPU.
     share = TRAINING_SHARE if profile.has_accelerator else 1.0
     return share * profile.rate("matmul_flops_per_s", purpose="forward and backward")
 
@@ -56,13 +54,13 @@ class Overheads:
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> Overheads:
         """Return the measured seconds of ``profile``, or those of our machines for a GPU without a measurement."""
-        names = {name: f"module_{name}" for name in ("forward_s", "backward_s", "gradients_s", "step_s")}
-        measured = {name: profile.get(quantity) for name, quantity in names.items()}
-        found = {name: value for name, value in measured.items() if value is not None}
+        names = ("forward_s", "backward_s", "gradients_s", "step_s")
+        found = {name: value for name in names if (value := profile.get(f"module_{name}")) is not None}
         if not profile.has_accelerator:
             return cls(**found, source="the profile")
         if len(found) == len(names):
-            return replace(NEAREST_HOST, **found, source=f"the profile, but {PLUGIN} {NEAREST_HOST.source}")
+            source = f"the profile, but hooks and the slowdown by updates are of {NEAREST_HOST.source}"
+            return replace(NEAREST_HOST, **found, source=source)
         return NEAREST_HOST
 
     @property
@@ -77,8 +75,6 @@ class Overheads:
 
 
 NO_OVERHEADS = Overheads()
-
-PLUGIN = "hooks and the slowdown by updates are of"
 
 NEAREST_HOST = Overheads(
     forward_s=0.65e-3,
@@ -173,13 +169,12 @@ class MicroBatch:
 class GradientPath:
     """Bytes of gradients that one rank copies to host memory and back in the last backward before an update.
 
-    The ``accumulated`` bytes count for each earlier backward of the step.
+    In each earlier backward of the step, it copies ``accumulated_bytes`` down and as many up.
     """
 
     down_bytes: int = 0
     up_bytes: int = 0
-    accumulated_down_bytes: int = 0
-    accumulated_up_bytes: int = 0
+    accumulated_bytes: int = 0
 
     def seconds(self, profile: HardwareProfile) -> tuple[float, float]:
         """Return the seconds of the copies in the last and in each earlier backward, 0 if a rate is waived."""
@@ -187,21 +182,18 @@ class GradientPath:
         d2h, h2d = map(profile.get, ("d2h_bytes_per_s", "h2d_bytes_per_s"))
         if d2h is None or h2d is None:
             return 0.0, 0.0
-        earlier_s = self.accumulated_down_bytes / d2h + self.accumulated_up_bytes / h2d
+        earlier_s = self.accumulated_bytes / d2h + self.accumulated_bytes / h2d
         return self.down_bytes / d2h + self.up_bytes / h2d, earlier_s
 
     @classmethod
     def for_plan(cls, plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> GradientPath:
-        """Return the bytes of our runtime, which copies the gradients of the CPU's units down once.
-
-        If their sums are not on the accelerator, each micro-batch copies them down, and each but the first copies them
-        up before. The copy up is counted in all but the last.
-        """
+        """Return the bytes of our runtime, which copies the gradients of the CPU's units down once."""
+        # If their sums are not on the accelerator, each micro-batch copies them down, and each but the first copies
+        # them up before. The copy up is counted in all but the last.
         down_bytes = PARAM_BYTES * plan.numel(Placement.CPU)
         on_accelerator = any(placement is not Placement.CPU for placement in plan.placements)
         keeps_sums = not setup.accumulates or setup.keeps_sums(updates_on_accelerator=on_accelerator)
-        each_bytes = 0 if keeps_sums else down_bytes
-        return cls(down_bytes=down_bytes, accumulated_down_bytes=each_bytes, accumulated_up_bytes=each_bytes)
+        return cls(down_bytes=down_bytes, accumulated_bytes=0 if keeps_sums else down_bytes)
 
     @classmethod
     def for_stock(cls, plan: UpdatePlan, widths: Widths = SIXTEEN_BIT) -> GradientPath:
@@ -214,5 +206,4 @@ class GradientPath:
         """
         once_bytes = PARAM_BYTES * plan.workload.numel
         in_masters_dtype = widths.master * (plan.workload.numel - plan.numel(Placement.RESIDENT))
-        each = {"up_bytes": once_bytes, "accumulated_down_bytes": once_bytes, "accumulated_up_bytes": once_bytes}
-        return cls(down_bytes=once_bytes + in_masters_dtype, **each)
+        return cls(down_bytes=once_bytes + in_masters_dtype, up_bytes=once_bytes, accumulated_bytes=once_bytes)

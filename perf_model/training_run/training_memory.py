@@ -54,10 +54,8 @@ NORM_BIASES = ("norm.bias", "layernorm.bias", "ln_1.bias", "ln_f.bias", "layer_n
 
 
 def reserved_host_bytes(ranks: int, *, has_gpu: bool) -> int:
-    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes.
-
-    Weights that are loaded at start are on the GPU before the optimizer takes host memory, and are not counted.
-    """
+    """Return the bytes per node that a plan leaves to the system and to ``ranks`` processes."""
+    # Weights that are loaded at start are on the GPU before the optimizer takes host memory, and are not counted.
     return SYSTEM_BYTES + RANK_BYTES * ranks if has_gpu else CPU_RANK_BYTES * ranks
 
 
@@ -104,18 +102,15 @@ class TrainingMemory:
     @cached_property
     def allocated_bytes(self) -> int:
         """Return the bytes of all tensors at the peak, which is in backward."""
+        # The bucket of gradients has its full size for every model.
+        bucket_bytes = PARAM_BYTES * self.sizes.reduce_bucket
         peak = max(self.activation_bytes, *map(sum, self.moments))
-        return self.partition_bytes + self.bucket_bytes + self.gathered_bytes + peak
+        return self.partition_bytes + bucket_bytes + self.gathered_bytes + peak
 
     @property
     def partition_bytes(self) -> int:
         """Return the bytes of this rank's partitions of the parameters, 0 if these are in host memory."""
         return 0 if self.job.offload_param else PARAM_BYTES * self.job.padded_numel
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Return the bytes of the bucket of gradients, which has its full size for every model."""
-        return PARAM_BYTES * self.sizes.reduce_bucket
 
     @property
     def gathered_bytes(self) -> int:
@@ -221,19 +216,14 @@ class TrainingMemory:
 
     @cached_property
     def _norm_bytes(self) -> int:
-        """Return the bytes per element that a norm keeps.
-
-        LayerNorm keeps its input and its output. RMSNorm keeps its input in fp32, and its output before and after the
-        weight.
-        """
+        """Return the bytes per element that a norm keeps."""
+        # LayerNorm keeps input and output. RMSNorm keeps its input in fp32, and its output before and after the weight.
         return 4 if any(tensor.name.endswith(NORM_BIASES) for tensor in self.job.shape.tensors) else 8
 
     def _attention_bytes(self, score_bytes: int) -> int:
-        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score.
-
-        Without a flash kernel, keys and values are repeated for each head of the query.
-        """
+        """Return the bytes of norm, query, key, value and output, with ``score_bytes`` per score."""
         shape = self.job.shape
+        # Without a flash kernel, keys and values are repeated for each head of the query.
         key_value_heads = shape.kv_heads if self.job.attention == "flash" else shape.heads
         # The widths of a model that was only counted are unknown: they are assumed to be those of a GPT.
         projections = 4 * shape.head_dim * (shape.heads + key_value_heads) or 8 * shape.hidden

@@ -17,7 +17,7 @@ from perf_model.schedule.lowering import forward_order
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.schedule import Schedule
-from perf_model.schedule.slots_between_updates import flushes_before
+from perf_model.schedule.slots import flushes_before
 from perf_model.schedule.workload import Range, Unit, Workload
 from tests.model.strategies import parse_schedule, plans, schedules, without_one_wait
 

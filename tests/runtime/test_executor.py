@@ -190,7 +190,7 @@ def test_a_schedule_that_is_unsafe_or_no_stream_can_execute_is_refused(text: str
         Executor(schedule, units, device, training.host_adam, training.host_adam)
     with pytest.raises(ScheduleError, match=message) as caught:
         training.executor.load_plan(schedule, units)
-    assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked in the grid"
+    assert any(line.startswith(">") for line in str(caught.value).splitlines()), "the action is marked"
     training.end()
 
 

@@ -19,8 +19,8 @@ from deep_opt_states.profiler.ranks import Ranks
 from deep_opt_states.zero.internals.agreement import raise_together
 from deep_opt_states.zero.start.node_share import SharingRanks, free_share_bytes
 from perf_model.prediction.cost import CostModel, DiskRates
+from perf_model.schedule.cutting import place_on_disk
 from perf_model.schedule.host_layout import Widths
-from perf_model.schedule.on_disk import place_on_disk
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB, size
 
