@@ -50,9 +50,8 @@ class SizedPlan:
 class PlanRequest:
     """Everything that a plan depends on.
 
-    ``sub_groups`` contains one rank's partitions in DeepSpeed's order. ``uses`` contains the names of the parameters in
-    order of use, once per use. It defaults to the order of ``sub_groups``. With ``all_eager``, all units that may be
-    eager are, whatever the gain.
+    ``sub_groups`` contains one rank's partitions in DeepSpeed's order, which is the order of use, unless ``uses`` names
+    the parameters once per use. With ``all_eager``, all units that may be eager are, whatever the gain.
     """
 
     sub_groups: Sequence[Sequence[Partition]]
@@ -97,10 +96,7 @@ class PlanRequest:
         return evaluate(plan, self.cost, windows, self.setup)
 
     def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
-        """Return the reason, or an empty text if a unit is streamed.
-
-        ``unavailable`` is the reason why the accelerator cannot update.
-        """
+        """Return the reason, ``unavailable`` if the accelerator cannot update; an empty text if a unit is streamed."""
         if Placement.STREAMED in plan.placements:
             return ""
         if unavailable:

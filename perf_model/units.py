@@ -28,12 +28,9 @@ def size_of(taken_bytes: float, limit_bytes: float | None) -> str:
     if limit_bytes is None:
         return f"{size(taken_bytes, DIGITS)} (limit unknown)"
 
-    def order(taken: float, limit: float) -> int:
-        return (taken > limit) - (taken < limit)
-
     for digits in range(DIGITS, 17):
-        taken, limit = f"{taken_bytes:.{digits}g}", f"{limit_bytes:.{max(3, digits)}g}"
-        if order(float(taken), float(limit)) == order(taken_bytes, limit_bytes):
+        taken, limit = float(f"{taken_bytes:.{digits}g}"), float(f"{limit_bytes:.{max(3, digits)}g}")
+        if (taken > limit, taken < limit) == (taken_bytes > limit_bytes, taken_bytes < limit_bytes):
             break
     return f"{size(taken_bytes, digits)} of {size(limit_bytes, max(3, digits))}"
 

@@ -13,7 +13,7 @@ from typing import Any
 from perf_model.cli import screen
 from perf_model.cli.inputs import read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
-from perf_model.cli.plan_command import fixed_seconds
+from perf_model.cli.plan_command import MAX_ROWS, fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.screen import new_table
 from perf_model.cluster.layouts import Layout, layouts_of, parts_of, predict_layouts, tensor_parallel_sizes
@@ -25,8 +25,6 @@ from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, GB, billions, gigabytes_per_second, percent, seconds, significant
-
-MAX_ROWS = 20
 
 LEAST_CERTAIN, MOST_UNCERTAIN = 0.9 / 1.2, 1.1 / 0.8
 """Times of a speed that the errors of both sides may have: 10 % of Megatron-LM, and 20 % of ZeRO-3."""

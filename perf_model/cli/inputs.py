@@ -33,11 +33,7 @@ CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "host_memory_gb", "gpu_memory_ma
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The checked inputs of one forecast.
-
-    ``model`` is the preset, the path of the config.json, or the number of parameters. ``given`` contains the options of
-    ``CONFIG_OPTIONS`` that the user gave.
-    """
+    """The checked inputs of one forecast. ``given`` contains the options of ``CONFIG_OPTIONS`` that the user gave."""
 
     job: Job
     profile: HardwareProfile
@@ -54,10 +50,7 @@ class Inputs:
 
 
 def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> list[Inputs]:
-    """Return the inputs for each pair of world size and micro-batch.
-
-    Raise ``ModelError`` or ``ProfileError``. A world size of None follows from the nodes.
-    """
+    """Return the inputs for each pair of world size and micro-batch. Raise ``ModelError`` or ``ProfileError``."""
     machine, shape = read_machine(options), read_model(options)
     try:
         rules = NO_RULES if options.rules is None else _read_rules(options.rules)
@@ -131,12 +124,11 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
 
 def _read_rules(path: Path) -> PlacementRules:
     try:
-        return PlacementRules.from_json(parse_json(read_text(path)))
-    except RulesError:
-        raise
+        value = parse_json(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
         raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
+    return PlacementRules.from_json(value)
 
 
 def _check_rules(job: Job, profile: HardwareProfile) -> None:

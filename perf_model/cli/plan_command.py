@@ -21,7 +21,6 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
-from perf_model.training_run.job import Job
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
 from perf_model.units import DIGITS, billions, gigabytes_per_second, percent, seconds, significant, size, size_of
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         if options.timeline is not None:
             _write_timeline(found, options.timeline)
         printed = to_json_dict(found, inputs) if options.json else deepspeed_config(found, inputs)
-        lines = [] if options.json else [*_screen(found, inputs), *_on_request(found, inputs, options)]
+        lines = [] if options.json else list(_screen(found, inputs, options))
     for line in lines:
         show(line)
     if not options.json:
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
+def _screen(found: Forecast, inputs: Inputs, options: argparse.Namespace) -> Iterator[str | Table]:
     job, profiled = found.job, inputs.profile.provenance
     machine = profiled.gpu or f"{profiled.cpu or inputs.profile.name} (no GPU)"
     yield _verdict(found, inputs, f"on {job.world_size} x {machine} without offloading")
@@ -87,13 +86,16 @@ def _screen(found: Forecast, inputs: Inputs) -> Iterator[str | Table]:
         f"and {pinned} pinned"
     )
     if found.disk_bytes:
-        yield f"on the disks of each host: {size(found.disk_bytes, DIGITS)}, {_disk_rates(job)}"
-
-
-def _disk_rates(job: Job) -> str:
-    assert job.disk is not None
-    read, write, both = (gigabytes_per_second(job.ranks_on_node * rate) for rate in job.disk)
-    return f"{read} read, {write} written, {both} both together (--nvme)"
+        read, write, both = (gigabytes_per_second(job.ranks_on_node * rate) for rate in job.disk or ())
+        rates = f"{read} read, {write} written, {both} both together (--nvme)"
+        yield f"on the disks of each host: {size(found.disk_bytes, DIGITS)}, {rates}"
+    if options.explain:
+        yield "\n" + "\n".join(explain(found, inputs))
+    if options.units:
+        yield from _units(found)
+    if options.timeline is not None:
+        viewer = " (open it at https://ui.perfetto.dev)" if options.timeline.suffix == ".json" else ""
+        yield f"\nWritten: {printable(options.timeline)}{viewer}"
 
 
 def _verdict(found: Forecast, inputs: Inputs, where: str) -> str:
@@ -154,17 +156,13 @@ def _assumed(found: Forecast, inputs: Inputs) -> str:
         "gradient checkpointing" if job.recompute else "all activations kept",
         f"{job.attention} attention",
         f"{job.accumulation} x {job.micro_batch} sequences of {job.sequence} tokens per rank and step",
-        *(["parameters in host memory"] if job.offload_param else []),
-        *(
-            [f"{significant(100 * share, DIGITS)}% of each parameter trained"]
-            if (share := job.trainable_share) < 1
-            else []
-        ),
-        *([f"tensor parallelism of {job.tensor_parallel} ranks"] if job.tensor_parallel > 1 else []),
+        "parameters in host memory" if job.offload_param else "",
+        f"{significant(100 * share, DIGITS)}% of each parameter trained" if (share := job.trainable_share) < 1 else "",
+        f"tensor parallelism of {job.tensor_parallel} ranks" if job.tensor_parallel > 1 else "",
         *network,
     ]
     model = f"\nmodel: {job.shape.source}" if job.shape.source else ""
-    return f"assumed: {', '.join(assumed)}\n{origin}{model}"
+    return f"assumed: {', '.join(filter(None, assumed))}\n{origin}{model}"
 
 
 def _comparison(found: Forecast) -> Iterator[str | Table]:
@@ -173,9 +171,10 @@ def _comparison(found: Forecast) -> Iterator[str | Table]:
     for name, outcome in outcomes.items():
         if not isinstance(outcome, Infeasible):
             speed_up = found.speed_up(outcome)
-            phases_s = (outcome.forward_s, outcome.backward_s, outcome.exposed_update_s, outcome.hidden_update_s)
+            exposed_s, hidden_s = outcome.exposed_update_s, max(0.0, outcome.update_s - outcome.exposed_update_s)
+            parts_s = (outcome.forward_s, outcome.backward_s, exposed_s, hidden_s, outcome.iteration_s)
             rows[TITLES.get(name, name)] = [
-                *(seconds(duration_s, DIGITS) for duration_s in (*phases_s, outcome.iteration_s)),
+                *(seconds(part_s, DIGITS) for part_s in parts_s),
                 significant(outcome.tokens_per_s, DIGITS),
                 "-" if outcome.mfu is None else percent(outcome.mfu),
                 "-" if speed_up is None else f"{significant(speed_up, DIGITS)}x",
@@ -212,16 +211,6 @@ def fixed_seconds(overheads: Overheads) -> str:
         f"the host takes at least {forward_s} per module in forward, {backward_s} in backward and {step_s} in step()"
         f"{hooks}, by {overheads.source}"
     )
-
-
-def _on_request(found: Forecast, inputs: Inputs, options: argparse.Namespace) -> Iterator[str | Table]:
-    if options.explain:
-        yield "\n" + "\n".join(explain(found, inputs))
-    if options.units:
-        yield from _units(found)
-    if options.timeline is not None:
-        viewer = " (open it at https://ui.perfetto.dev)" if options.timeline.suffix == ".json" else ""
-        yield f"\nWritten: {printable(options.timeline)}{viewer}"
 
 
 def _units(found: Forecast) -> Iterator[str | Table]:

@@ -98,11 +98,8 @@ def _inputs(found: Forecast, inputs: Inputs) -> dict[str, Any]:
 
 
 def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
-    """Return the part of the DeepSpeed config that the plan needs.
-
-    Training repeats the choices of the planner. If rules place everything, it does not plan, so the unit size and the
-    number of slots are included.
-    """
+    """Return the part of the DeepSpeed config that the plan needs."""
+    # Training plans again, unless rules place everything. Then unit size and number of slots are included.
     job, plan, given, overlap = found.job, found.planned.plan, inputs.given, inputs.overlap
     planned = any(unit.fixed is None for unit in plan.workload.units)
     block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
@@ -113,11 +110,10 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         block["num_slots"] = plan.num_slots
     if inputs.profile_path is not None:
         block["profile"] = str(inputs.profile_path.resolve())
+    # The options are the memory of GPU and machine, and the keys the part of it that training leaves to the optimizer.
     if "gpu_memory_gb" in given and planned and found.budgets.gpu_bytes is not None:
-        # The option is the memory of the GPU, and the key is the part of it that training leaves to the optimizer.
         block["gpu_memory_gb"] = found.budgets.gpu_bytes / GB
     if found.disk_bytes and "host_memory_gb" in given and found.budgets.host_bytes is not None:
-        # The option is the memory of the machine, and the key is the part of it that training leaves to the optimizer.
         # In ``setup``, the rounded masters are the trained parameters if these are offloaded.
         trained = plan.workload.numel if job.offload_param and job.setup.widths.rounds else 0
         host_bytes = found.budgets.host_bytes - PARAM_BYTES * trained

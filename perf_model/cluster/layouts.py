@@ -33,11 +33,7 @@ def tensor_parallel_sizes(job: Job) -> list[int]:
 def layouts_of(
     job: Job, global_batch: int, tensor_parallel: Sequence[int], micro_batches: Sequence[int] | None = None
 ) -> list[Layout]:
-    """Return the layouts with these sizes, by tensor-parallel size and micro-batch.
-
-    ``job`` contains everything but the layout. Raise ``ModelError`` if a size is impossible or no layout divides the
-    global batch evenly.
-    """
+    """Return the layouts with these sizes, sorted. Raise ``ModelError`` if one is impossible or none fits the batch."""
     require_integer("global_batch", global_batch, 1, 10**9, "Correct --global-batch.")
     found = []
     data_parallel = {size: replace(job, tensor_parallel=size).data_parallel for size in sorted(set(tensor_parallel))}

@@ -27,8 +27,7 @@ GRADIENT_BYTES, STATE_BYTES = 4, 12
 class PipelineLayout(NamedTuple):
     """A layout of Megatron-LM with its predicted iteration.
 
-    Each GPU runs ``chunks`` parts of the model, several with the interleaved schedule (section 2.2.2). ``bubble`` is
-    the idle share of the compute time.
+    Each GPU runs ``chunks`` parts of the model (section 2.2.2), and idles for ``bubble`` times its compute time.
     """
 
     tensor_parallel: int
@@ -71,14 +70,12 @@ def micro_batches_in_flight(stages: int, micro_batches: int, chunks: int = 1) ->
 
 
 def best_pipeline_layout(job: Job, global_batch: int, rates: PhaseRates, gpu_bytes: float) -> PipelineLayout | None:
-    """Return the fastest layout by the paper's takeaways (sections 3.2 to 3.4), or None if none fits.
-
-    Only the largest tensor-parallel size is combined with several stages, as few as fit into ``gpu_bytes``.
-    """
+    """Return the fastest layout by the paper's takeaways (sections 3.2 to 3.4), or None if none fits."""
     found: list[PipelineLayout] = []
     sizes, layers = tensor_parallel_sizes(job), job.shape.layers
     for size, micro_batch in product(sizes, MICRO_BATCHES):
         laid_out = replace(job, tensor_parallel=size, micro_batch=micro_batch, accumulation=1, offload_param=False)
+        # Only the largest tensor-parallel size is combined with several stages, as few as fit into ``gpu_bytes``.
         for stages in range(1, layers + 1 if size == max(sizes) else 2):
             chunks = range(1, layers // stages + 1)
             layouts = [pipeline_layout(laid_out, global_batch, rates, gpu_bytes, stages, each) for each in chunks]

@@ -21,7 +21,6 @@ OWN_GPUS = re.compile(r"\bH[12]00\b")
 
 NEVER = "No prediction has been compared with a measurement on such a machine."
 
-
 SIMULATED_STEP = (
     " Stock's step() is simulated without norm, unscaling and the search for inf: 20 to 45% too short on our GPUs."
 )

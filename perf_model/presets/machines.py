@@ -28,8 +28,7 @@ REACHED_SHARE = 0.8
 """The assumed share of a specified bandwidth that copies and Adam reach."""
 
 SELENE = "selene"
-"""The preset of the Megatron paper's machine. One rate of products explains table 1 of arXiv 2104.04473, with all
-sizes and tensor-parallel sizes."""
+"""The preset of the Megatron paper's machine: one rate of products explains all of table 1 (arXiv 2104.04473)."""
 
 CORE_PARAMS_PER_S = 0.2e9
 """The assumed rate of Adam per core of every CPU."""

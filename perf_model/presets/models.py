@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from perf_model.training_run.decoder import gpt, llama
+from perf_model.training_run.decoder import QKV, gpt, llama
 from perf_model.training_run.model import ModelShape
 
 _PAPER_VOCAB = 51_200
@@ -24,7 +24,7 @@ def paper_model(name: str, layers: int, hidden: int, heads: int, numel: float) -
 
 
 _LLAMA_3: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "vocab": 128_256}
-_QWEN_2: dict[str, Any] = {"head_dim": 128, "vocab": 152_064, "qkv_bias": True}
+_QWEN_2: dict[str, Any] = {"head_dim": 128, "vocab": 152_064, "biases": QKV}
 _QWEN_3: dict[str, Any] = {"head_dim": 128, "vocab": 151_936, "qk_norm": True}
 _MISTRAL: dict[str, Any] = {"layers": 32, "hidden": 4096, "heads": 32, "head_dim": 128, "vocab": 32_000}
 _EXPERTS: dict[str, Any] = {"intermediate": 8 * 768, "experts": 128, "experts_per_token": 8}

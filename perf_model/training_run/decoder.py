@@ -25,14 +25,9 @@ LARGE_PARAMETERS = 4 * 10**9
 VOCAB, SMALL_VOCAB = 128_256, 50_304
 """The vocabularies of Llama 3, and of GPT-2 rounded up, which is used below 1e9 parameters."""
 
-_QKV = ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_OF_GPT = (*_QKV, "o_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm")
-
-
-def llama(name: str, *, qkv_bias: bool = False, **sizes: Any) -> ModelShape:
-    """Return the shape of a Llama, or with ``qkv_bias`` of a Qwen 2. ``sizes`` are keywords of ``_decoder``."""
-    return _decoder(name, biases=_QKV if qkv_bias else (), **sizes)
+_OF_GPT = (*QKV, "o_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm", "norm")
 
 
 def gpt(
@@ -40,12 +35,11 @@ def gpt(
 ) -> ModelShape:
     """Return a GPT as in the Megatron-LM paper, with biases and tied embeddings, and with the names of Llama.
 
-    There are ``positions`` learned position embeddings, 0 with rotary ones. ``intermediate`` defaults to four times the
-    width.
+    It has ``positions`` learned position embeddings, 0 with rotary ones. ``intermediate`` defaults to ``4 * hidden``.
     """
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "vocab": vocab}
     sizes |= {"head_dim": hidden // heads, "positions": positions, "intermediate": intermediate or 4 * hidden}
-    return _decoder(name, biases=_OF_GPT, tied=True, gated=False, **sizes)
+    return llama(name, biases=_OF_GPT, tied=True, gated=False, **sizes)
 
 
 def generic_model(numel: int, layers: int | None = None, hidden: int | None = None) -> ModelShape:
@@ -70,8 +64,8 @@ def generic_model(numel: int, layers: int | None = None, hidden: int | None = No
     heads = max(1, hidden // _head_dim(hidden))
     kv_heads = KV_HEADS if heads % KV_HEADS == 0 else heads
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
-    sizes |= {"head_dim": _head_dim(hidden), "vocab": VOCAB if numel >= 10**9 else SMALL_VOCAB}
-    sizes |= {"tied": numel < LARGE_PARAMETERS}
+    sizes |= {"head_dim": _head_dim(hidden), "tied": numel < LARGE_PARAMETERS}
+    sizes |= {"vocab": VOCAB if numel >= 10**9 else SMALL_VOCAB}
     least = llama("", **sizes, intermediate=1).numel
     if numel < least:
         found = f"{numel:,} for {layers} layers of width {hidden:,}, which have {least:,} or more"
@@ -91,10 +85,10 @@ def _head_dim(hidden: float) -> int:
     return HEAD_DIM if hidden >= LARGE_HIDDEN else SMALL_HEAD_DIM
 
 
-def _decoder(
+def llama(
     name: str,
     *,
-    biases: Collection[str],
+    biases: Collection[str] = (),
     gated: bool = True,
     tied: bool = False,
     qk_norm: bool = False,
@@ -107,7 +101,7 @@ def _decoder(
     source: str = "",
     **sizes: Any,
 ) -> ModelShape:
-    """Return a decoder with biases in the modules ``biases``. ``sizes`` are fields of ``ModelShape``.
+    """Return a decoder like Llama, with biases in the modules ``biases``. ``sizes`` are fields of ``ModelShape``.
 
     The feed-forwards of the first ``wider_layers`` are wider by one. ``tied``: the head uses the table of tokens. A
     Qwen 3 has ``qk_norm``, of one head's width, and a Gemma 2 has ``norms_of_feed_forward``.

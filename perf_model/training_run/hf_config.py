@@ -40,10 +40,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exp
 
 
 def read_hf_config(path: Path, name: str | None = None) -> ModelShape:
-    """Return the shape of the model at ``path``. Raise ``ModelError`` if it is not a usable config.
-
-    ``name`` defaults to the name of the folder.
-    """
+    """Return the shape of the model at ``path``, named as its folder by default. Raise ``ModelError`` if unusable."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:

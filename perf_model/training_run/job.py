@@ -22,8 +22,7 @@ MAX_REUSE_DISTANCE = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run with ZeRO-3. Raise ``ModelError`` for a wrong number, and ``RulesError`` for a rule without
-    effect.
+    """A training run with ZeRO-3. Raise ``ModelError`` for a wrong number, ``RulesError`` for a rule without effect.
 
     Each of ``world_size`` ranks trains ``micro_batch`` sequences of ``sequence`` tokens at a time, and ``accumulation``
     micro-batches per update. ``tensor_parallel`` ranks of a node divide the matrices of each layer and train the same
@@ -98,20 +97,15 @@ class Job:
 
     @cached_property
     def sub_groups(self) -> list[list[Partition]]:
-        """Return ``partitions`` by DeepSpeed's sub-groups.
-
-        As in Hugging Face's Trainer, norms and biases form their own param group, without weight decay.
-        """
+        """Return ``partitions`` by DeepSpeed's sub-groups."""
+        # As in Hugging Face's Trainer, norms and biases form their own param group, without weight decay.
         groups = [[part for part in self.partitions if has_weight_decay(part.name) is decay] for decay in (True, False)]
         return [sub_group for group in groups for sub_group in form_sub_groups(group, self.sub_group_size)]
 
     @property
     def setup(self) -> TrainingSetup:
-        """Return the facts about the optimizer's memory if an accelerator trains.
-
-        With offloaded parameters, the buffer of rounded ones stands for the trained parameters, which take as much
-        pinned memory.
-        """
+        """Return the facts about the optimizer's memory if an accelerator trains."""
+        # Offloaded trained parameters are counted as the buffer of rounded ones, which takes as much pinned memory.
         return TrainingSetup(
             widths=WIDTHS_OF_STATES[self.states],
             longest_partition_numel=max(partition.numel for partition in self.partitions),

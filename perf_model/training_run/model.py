@@ -118,10 +118,8 @@ class ModelShape:
         return f"{self.name} ({billions(self.numel)} parameters{active})"
 
     def first_use(self) -> list[str]:
-        """Return the names of the parameters in the order in which forward first uses them.
-
-        Parameters outside of layers and in unknown modules stay where they are registered.
-        """
+        """Return the names of the parameters in the order in which forward first uses them."""
+        # Parameters outside of layers and in unknown modules stay where they are registered.
         positions: dict[str, tuple[int, int]] = {}
         first_of_layer: dict[tuple[str, str], int] = {}
         for index, tensor in enumerate(self.tensors):
@@ -181,16 +179,8 @@ LAST_PRODUCTS = ("down_proj", "c_proj", "dense_4h_to_h", "fc2")
 _LAYER = re.compile(r"(.*?\.(?:layers|h))\.([0-9]+)\.([^.]+)")
 
 _MODULES_IN_FORWARD = (
-    "ln_1",
-    "input_layernorm",
-    "self_attn",
-    "attn",
-    "attention",
-    "post_attention_layernorm",
-    "ln_2",
-    "pre_feedforward_layernorm",
-    "mlp",
-    "post_feedforward_layernorm",
+    *("ln_1", "input_layernorm", "self_attn", "attn", "attention", "post_attention_layernorm"),
+    *("ln_2", "pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
 )
 """The modules of a decoder layer in the order of forward. Modules register norms before or after the others."""
 
@@ -211,10 +201,7 @@ _WITHOUT_WEIGHT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)
 
 
 def has_weight_decay(name: str) -> bool:
-    """Return whether Hugging Face's Trainer gives weight decay to a parameter (``get_decay_parameter_names``).
-
-    Norms and biases have none.
-    """
+    """Return whether the parameter is no norm or bias, as ``get_decay_parameter_names`` of Hugging Face's Trainer."""
     return _WITHOUT_WEIGHT_DECAY.search(name.lower()) is None
 
 
