@@ -16,7 +16,7 @@ from perf_model.cli.machine_options import FIGURES, check_figure
 from perf_model.cli.plan_command import MAX_ROWS, fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cli.screen import new_table
-from perf_model.cluster.layouts import Layout, layouts_of, parts_of, predict_layouts, tensor_parallel_sizes
+from perf_model.cluster.layouts import LAYOUT, layouts_of, parts_of, predict_layouts, tensor_parallel_sizes
 from perf_model.cluster.pipeline import best_pipeline_layout, megatron_rates
 from perf_model.json_input import printable
 from perf_model.prediction.hardware import HardwareProfile, Measurement
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     inputs = replace(inputs, profile=profile)
     layouts = layouts_of(job, batch, sizes or tensor_parallel_sizes(job), options.micro_batches)
     with screen.progress("Comparing layouts"):
-        fitting, unfit = predict_layouts(job, layouts, lambda laid_out: replace(inputs, job=laid_out).forecast())
+        fitting, unfit = predict_layouts(layouts, lambda layout: replace(inputs, job=layout).forecast())
         gpu_bytes = math.inf if limits.gpu is None else limits.gpu - limits.gpu_margin
         rates = megatron_rates(profile, job)
         pipeline = None if rates is None else best_pipeline_layout(job, batch, rates, gpu_bytes)
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         "network": {name: {"value": profile.get(name), "origin": origin} for name, origin in origins.items()},
         "layouts": [
             *(_figures(predicted, options.tokens) for predicted in fitting),
-            *({**layout._asdict(), "fits": False, "why": why} for layout, why in unfit.items()),
+            *({**_sizes(layout), "fits": False, "why": why} for layout, why in unfit),
         ],
         "deepspeed_config": None,
         "megatron": None if pipeline is None else pipeline._asdict(),
@@ -68,11 +68,15 @@ def run(options: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
+def _sizes(layout: Job) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in LAYOUT}
+
+
 def _figures(found: Forecast, tokens: float | None) -> dict[str, Any]:
     iteration, job = found.predicted, found.job
     training_s = None if tokens is None else tokens / iteration.tokens_per_s
     return {
-        **{name: getattr(job, name) for name in Layout._fields},
+        **_sizes(job),
         "fits": True,
         "iteration_s": iteration.iteration_s,
         **parts_of(found),
@@ -131,7 +135,7 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
         parts = ("iteration_s", "compute_s", "exposed_network_s", "exposed_update_s")
         for layout in fitting[:MAX_ROWS]:
             table.add_row(
-                *(str(layout[name]) for name in Layout._fields),
+                *(str(layout[name]) for name in LAYOUT),
                 *(seconds(layout[part], DIGITS) for part in parts),
                 significant(layout["tokens_per_s"], DIGITS),
                 "-" if layout["mfu"] is None else percent(layout["mfu"]),

@@ -51,15 +51,14 @@ def _fitting(inputs: Inputs, missing: Collection[str], *, of_training: bool) -> 
 
     Unless memory ``of_training`` is ``missing``, only smaller states and disks help.
     """
-    job = inputs.job
-    halvings = range(1, MOST_HALVINGS)
+    job, halvings = inputs.job, range(1, MOST_HALVINGS)
     widths = WIDTHS_OF_STATES[job.states]
-    smaller: list[Changes] = [
-        {"states": name} for name, each in WIDTHS_OF_STATES.items() if each.states < widths.states
-    ]
     may_use_disk = "host_bytes" in missing and job.disk is None and inputs.profile.has_accelerator
     disk = DiskRates(*(rate / job.ranks_on_node for rate in ASSUMED_DISK))
-    levels: list[list[Changes]] = [smaller, [{"disk": disk}] if may_use_disk else []]
+    levels: list[list[Changes]] = [
+        [{"states": name} for name, each in WIDTHS_OF_STATES.items() if each.states < widths.states],
+        [{"disk": disk}] if may_use_disk else [],
+    ]
     if of_training:
         levels += [
             [{"sequence": short} for power in halvings if (short := job.sequence >> power) >= LEAST_SEQUENCE],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.training_run.forecast import Forecast
@@ -15,13 +14,8 @@ from perf_model.training_run.model import ModelError, require_integer
 MICRO_BATCHES = range(1, 65)
 
 
-class Layout(NamedTuple):
-    """A tensor-parallel size, a micro-batch and a number of accumulation steps that train one global batch."""
-
-    tensor_parallel: int
-    data_parallel: int
-    micro_batch: int
-    accumulation: int
+LAYOUT = ("tensor_parallel", "data_parallel", "micro_batch", "accumulation")
+"""The attributes of a job that differ between layouts of one global batch."""
 
 
 def tensor_parallel_sizes(job: Job) -> list[int]:
@@ -32,18 +26,18 @@ def tensor_parallel_sizes(job: Job) -> list[int]:
 
 def layouts_of(
     job: Job, global_batch: int, tensor_parallel: Sequence[int], micro_batches: Sequence[int] | None = None
-) -> list[Layout]:
+) -> list[Job]:
     """Return the layouts with these sizes, sorted. Raise ``ModelError`` if one is impossible or none fits the batch."""
     require_integer("global_batch", global_batch, 1, 10**9, "Correct --global-batch.")
     found = []
-    data_parallel = {size: replace(job, tensor_parallel=size).data_parallel for size in sorted(set(tensor_parallel))}
-    for size, groups in data_parallel.items():
-        sequences, rest = divmod(global_batch, groups)
+    of_sizes = [replace(job, tensor_parallel=size) for size in sorted(set(tensor_parallel))]
+    for of_size in of_sizes:
+        sequences, rest = divmod(global_batch, of_size.data_parallel)
         if not rest and sequences:
             sizes = [each for each in sorted(set(micro_batches or MICRO_BATCHES)) if sequences % each == 0]
-            found += [Layout(size, groups, micro, sequences // micro) for micro in sizes]
+            found += [replace(of_size, micro_batch=micro, accumulation=sequences // micro) for micro in sizes]
     if not found:
-        units = {groups * micro for groups in data_parallel.values() for micro in micro_batches or [1]}
+        units = {of_size.data_parallel * micro for of_size in of_sizes for micro in micro_batches or [1]}
         least = sorted(unit for unit in units if not any(unit % other == 0 for other in units - {unit}))
         below = max(global_batch // unit * unit for unit in units)
         above = min(-(-global_batch // unit) * unit for unit in units)
@@ -57,23 +51,20 @@ def layouts_of(
 
 
 def predict_layouts(
-    job: Job, layouts: Iterable[Layout], forecast_of: Callable[[Job], Forecast]
-) -> tuple[list[Forecast], dict[Layout, str]]:
-    """Return the layouts that fit into memory, the fastest first, and the reason for the others.
+    layouts: Iterable[Job], forecast_of: Callable[[Job], Forecast]
+) -> tuple[list[Forecast], list[tuple[Job, str]]]:
+    """Return the layouts that fit into memory, the fastest first, and the others, each with the reason.
 
     ``layouts`` must be sorted. Of the others, the smallest micro-batch of each tensor-parallel size is returned.
     """
     fitting: list[Forecast] = []
-    unfit: dict[Layout, str] = {}
+    unfit: list[tuple[Job, str]] = []
     for layout in layouts:
-        if any(layout.tensor_parallel == other.tensor_parallel for other in unfit):
-            continue
-        size, _, micro_batch, accumulation = layout
-        laid_out = replace(job, tensor_parallel=size, micro_batch=micro_batch, accumulation=accumulation)
-        try:
-            fitting.append(forecast_of(laid_out))
-        except DoesNotFit as error:
-            unfit[layout] = error.rule
+        if all(layout.tensor_parallel != other.tensor_parallel for other, _ in unfit):
+            try:
+                fitting.append(forecast_of(layout))
+            except DoesNotFit as error:
+                unfit.append((layout, error.rule))
     return sorted(fitting, key=lambda found: found.predicted.iteration_s), unfit
 
 

@@ -67,24 +67,22 @@ def forward_order(
     of their placement that is done when a CPU unit is done, or a streamed one half done, so all lanes finish together.
     Before each unit on disk, the CPU updates ``CPU_PER_DISK`` times as many parameters of others, while there are some.
     """
-    in_order = list(range(len(placements)) if first_use is None else first_use)
-    if (persistent := workload.persistent_unit) is not None:
-        # First: ``step()`` waits for it.
-        in_order.remove(persistent)
-        in_order.insert(0, persistent)
-    due: list[tuple[float, bool, int, int]] = []
-    on_host = [index for index in in_order if not workload.units[index].is_on_disk]
-    of_cpu = sum(workload.units[index].numel for index in on_host if placements[index] is Placement.CPU)
+    units, due = workload.units, list[tuple[float, bool, int, int]]()
+    # The persistent unit comes first: ``step()`` waits for it.
+    order = range(len(units)) if first_use is None else first_use
+    in_order = sorted(order, key=lambda index: not units[index].is_persistent)
+    on_host = [index for index in in_order if not units[index].is_on_disk]
+    of_cpu = sum(units[index].numel for index in on_host if placements[index] is Placement.CPU)
     passed = 0
-    for index in (each for each in in_order if workload.units[each].is_on_disk):
-        passed += workload.units[index].numel
+    for index in (each for each in in_order if units[each].is_on_disk):
+        passed += units[index].numel
         due.append((min(1.0, CPU_PER_DISK * passed / max(1, of_cpu)), True, passed, index))
     for placement in (Placement.CPU, Placement.STREAMED):
         on_cpu = placement is Placement.CPU
         indices = [index for index in on_host if placements[index] is placement]
-        total, done = sum(workload.units[index].numel for index in indices), 0
+        total, done = sum(units[index].numel for index in indices), 0
         for index in indices:
-            numel = workload.units[index].numel
+            numel = units[index].numel
             done += numel
             due.append(((done if on_cpu else done - numel / 2) / total, on_cpu, 0, index))
     residents = (index for index in in_order if placements[index] is Placement.RESIDENT)

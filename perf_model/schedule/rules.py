@@ -96,12 +96,11 @@ class PlacementRules:
             for pattern in rule.match:
                 if not any(fnmatchcase(name, pattern) for name in [*trained, *frozen]):
                     raise _matches_nothing(key, pattern, [*trained, *frozen], aliases or {})
-            counting = {name: self.rule_for(name) for name in trained if rule.matches(name)}
-            if not counting:
+            takers = dict.fromkeys(self.rule_for(name) for name in trained if rule.matches(name))
+            if not takers:
                 remedy = "Frozen parameters have no optimizer states. Remove the rule."
                 found += ", which matches only frozen parameters"
                 raise RulesError(key, "must match a parameter that is trained", found, remedy)
-            takers = dict.fromkeys(counting.values())
             if not any(taker is rule for taker in takers):
                 found += f", whose parameters are all taken by {' and '.join(map(str, takers))}"
                 remedy = "The first rule that matches counts. Put this rule before it, or remove one of them."

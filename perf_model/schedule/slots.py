@@ -36,9 +36,8 @@ MOST_PAIRS = 25_000
 def in_order_of_slots(order: Sequence[int], placements: Sequence[Placement], eager: Collection[int]) -> list[int]:
     """Return the streamed units in the order in which they use slots: the eager ones as backward completes them."""
     streamed = [index for index in order if placements[index] is Placement.STREAMED]
-    return [index for index in reversed(streamed) if index in eager] + [
-        index for index in streamed if index not in eager
-    ]
+    early = [index for index in reversed(streamed) if index in eager]
+    return early + [index for index in streamed if index not in eager]
 
 
 def assign_slots(streamed: Sequence[int], num_slots: int) -> dict[int, int]:

@@ -19,7 +19,7 @@ from deep_opt_states.cli.main import main as deep_opt_states_main
 from deep_opt_states.names import __version__
 from perf_model.__main__ import COMMANDS_THAT_NEED_TORCH, main
 from perf_model.cli import screen
-from perf_model.cli.model_option import read_model
+from perf_model.cli.inputs import read_model
 from perf_model.presets.machines import ALIASES, MACHINES
 from perf_model.training_run.model import ModelError
 from tests.cli.planning import PLANNING_COMMANDS, SWEEP, job

@@ -90,7 +90,7 @@ def of_zero_3(row: ThroughputRow) -> float:
     job = job_of(row)
     limits = MemoryLimits(gpu=PROFILE.gpu_memory_bytes, host=PROFILE.host_memory_bytes)
     layouts = layouts_of(job, row.batch, [1], [row.micro_batch])
-    (found,), _ = predict_layouts(job, layouts, lambda job: Forecast(job, PROFILE, limits, Overlap(), UNIT_SIZES))
+    (found,), _ = predict_layouts(layouts, lambda layout: Forecast(layout, PROFILE, limits, Overlap(), UNIT_SIZES))
     return row.flops / row.gpus / found.predicted.iteration_s / 1e12
 
 
