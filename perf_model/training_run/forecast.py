@@ -281,9 +281,8 @@ class Forecast:
     def _plan_of_deepspeed(self, residents: int) -> UpdatePlan:
         """Return the plan with the first sub-groups on the GPU (``stage3.py``, ``subgroup_to_device``)."""
         workload = Workload.from_numels(self.planned.plan.workload.sub_group_numels)
-        on_cpu = len(workload.units) - residents
-        placements = (Placement.RESIDENT,) * residents + (Placement.CPU,) * on_cpu
-        return UpdatePlan(workload=workload, placements=placements, num_slots=1)
+        resident, others = (Placement.RESIDENT,) * residents, (Placement.CPU,) * (len(workload.units) - residents)
+        return UpdatePlan(workload=workload, placements=resident + others, num_slots=1)
 
     def _residents_of_twin_flow(self) -> int:
         def is_too_many(residents: int) -> bool:
