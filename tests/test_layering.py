@@ -20,7 +20,7 @@ model.schedule: model.json_input model.units
 model.prediction: model.json_input model.schedule model.units
 model.planner: model.prediction model.schedule
 model.plan_request: model.planner model.prediction model.schedule model.units
-model.training_run: model.json_input model.plan_request model.prediction model.schedule model.units
+model.training_run: model.json_input model.plan_request model.planner model.prediction model.schedule model.units
 model.presets: model.prediction model.schedule model.training_run model.units
 model.cluster: model.prediction model.presets model.training_run
 model.cli: model.cluster model.json_input model.planner model.prediction model.presets model.schedule
