@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from perf_model.cli.inputs import read_inputs
 from perf_model.cli.machine_options import FIGURES, check_figure
 from perf_model.cli.plan_command import MAX_ROWS, fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
-from perf_model.cli.screen import new_table
 from perf_model.cluster.layouts import LAYOUT, layouts_of, parts_of, predict_layouts, tensor_parallel_sizes
 from perf_model.cluster.pipeline import best_pipeline_layout, megatron_rates
 from perf_model.json_input import printable
@@ -111,7 +109,7 @@ def _with_network(
     if inside in rates and rates[inside] is None:
         # Without NVLink, the GPUs of a node communicate over the link to the host.
         rates[inside] = profile.rate("d2h_bytes_per_s")
-        origins[inside] = "not measured, assumed to be that of the link to the host"
+        origins[inside] = "not measured, assumed to equal the link to the host"
     if inside in rates:
         rates["reduce_scatter_bytes_per_s"] = rates[inside]
     replaced = {name: Measurement(samples=(rate,)) for name, rate in rates.items() if rate is not None}
@@ -131,10 +129,10 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
         show(f"network {where}, per GPU: {gigabytes_per_second(rate['value'])}, {rate['origin']}")
     if fitting:
         days = () if fitting[0]["days"] is None else ("days", "gpu_hours")
-        table = new_table((*COLUMNS, *days, "host GB", "limited by"), left=("limited by",))
+        headers = (*COLUMNS, *(name.replace("gpu_", "GPU-") for name in days), "host GB", "limited by")
         parts = ("iteration_s", "compute_s", "exposed_network_s", "exposed_update_s")
-        for layout in fitting[:MAX_ROWS]:
-            table.add_row(
+        rows = [
+            (
                 *(str(layout[name]) for name in LAYOUT),
                 *(seconds(layout[part], DIGITS) for part in parts),
                 significant(layout["tokens_per_s"], DIGITS),
@@ -143,9 +141,12 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
                 significant(layout["host_bytes_per_node"] / GB, DIGITS),
                 layout["limited_by"],
             )
-        # A line that is longer than the terminal is wrapped by it; rich would cut the columns.
+            for layout in fitting[:MAX_ROWS]
+        ]
         show("")
-        screen.show(table, width=max(shutil.get_terminal_size().columns, 130))
+        for table in screen.tables(headers, rows, len(LAYOUT), left=("limited by",)):
+            show(table)
+        show("t, d: tensor- and data-parallel size; micro: sequences per micro-batch; accum.: micro-batches per step")
     if len(fitting) > MAX_ROWS:
         show(f"... and {len(fitting) - MAX_ROWS} more layouts; --json has all of them")
     for layout in found["layouts"][len(fitting) :]:
@@ -156,9 +157,12 @@ def _print_screen(found: dict[str, Any], job: Job, global_batch: int, profile: H
         if (pipeline := found["megatron"]) and alone:
             times = alone[0]["iteration_s"] / pipeline["iteration_s"]
             faster = "about" if LEAST_CERTAIN < times < MOST_UNCERTAIN else f"{significant(times, DIGITS)} times"
-            sizes = ", ".join(f"{name} {pipeline[name]}" for name in list(pipeline)[:6])
+            sizes = ", ".join(f"{name.replace('_', ' ')} {pipeline[name]}" for name in list(pipeline)[:6])
             show(f"\nMegatron-LM, with {sizes}, is {faster} as fast as the best with t = 1 above.")
-            show("Tables 1 and 2 of arXiv 2104.04473 are predicted within 10 and 20%.")
+            show(
+                "Tables 1 and 2 of arXiv 2104.04473 are predicted within 10 and 20%; the best micro-batch of its "
+                "figure 8, 4, is predicted as 1."
+            )
         show(f"\nCompute includes the host's time: {fixed_seconds(Overheads.from_profile(profile))}.")
         show("No prediction for a cluster has been compared with a measurement of this project yet.")
         show(f"\nPaste into your DeepSpeed config:\n{json.dumps(found['deepspeed_config'], indent=2)}")

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf_model.cli.screen import new_table, show
+from perf_model.cli.screen import show, tables
 from perf_model.json_input import shorten
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.presets.machines import ALIASES, MACHINES, REACHED_SHARE, MachinePreset, find_machine
@@ -78,7 +78,7 @@ def check_figure(key: str, value: float, figure: Figure) -> None:
 def list_machines() -> None:
     """Print the presets with their figures."""
     headers = ("preset", "GPU", "GPU GB", "peak TFLOPS", "link GB/s", "peers GB/s", "network GB/s")
-    table = new_table((*headers, "cores", "host GB/s", "host GB"), left=headers[:2], gap=2)
+    rows = []
     for preset in MACHINES.values():
         figures = (
             preset.gpu_memory_bytes / GB,
@@ -90,8 +90,9 @@ def list_machines() -> None:
             preset.host_bytes_per_s / GB,
             preset.host_memory_bytes / GB,
         )
-        table.add_row(preset.name, preset.gpu, *(f"{figure:,.4g}" for figure in figures))
-    show(table, width=140)
+        rows.append((preset.name, preset.gpu, *(f"{figure:,.4g}" for figure in figures)))
+    for table in tables((*headers, "cores", "host GB/s", "host GB"), rows, 1, left=headers[:2]):
+        show(table)
     names = ", ".join(f"{alias} is {name}" for alias, name in ALIASES.items())
     print(f"\nLink, peers and network are per GPU and direction, cores and host per node. {names}.\nSources:")
     for preset in MACHINES.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from perf_model.cli.explanation import explain, unit_rows
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.plan_json import deepspeed_config, to_json_dict
 from perf_model.cli.remedies import remedy_for
-from perf_model.cli.screen import new_table, progress, show
+from perf_model.cli.screen import new_table, progress, show, tables
 from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.prediction.overlap_windows import Windows
@@ -23,7 +22,17 @@ from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.micro_batch import Overheads
 from perf_model.training_run.model import ModelError
-from perf_model.units import DIGITS, billions, gigabytes_per_second, percent, seconds, significant, size, size_of
+from perf_model.units import (
+    DIGITS,
+    billions,
+    counted,
+    gigabytes_per_second,
+    percent,
+    seconds,
+    significant,
+    size,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,9 +48,7 @@ TITLES = {
     "no_offload": "no offload",
 }
 
-COLUMNS = ("forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
-WIDTH_OF_ONE_TABLE = 80
-"""On a narrower terminal, the halves of ``COLUMNS`` are below each other: rich would cut those that do not fit."""
+COLUMNS = ("", "forward", "backward", "exposed", "hidden", "iteration", "tokens/s", "MFU", "speed-up")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,13 +84,14 @@ def _screen(found: Forecast, inputs: Inputs, options: argparse.Namespace) -> Ite
     limits, memory, reserved = inputs.limits, found.memory, size(found.reserved_host_bytes, DIGITS)
     yield ""
     if inputs.profile.has_accelerator:
-        yield f"memory per GPU: {size_of(memory.gpu_bytes, limits.gpu)}"
+        cached = size(memory.gpu_bytes - found.taken_gpu_bytes, DIGITS)
+        yield f"memory per GPU: {size_of(memory.gpu_bytes, limits.gpu)}, {cached} of it for PyTorch's cache"
     pinned = size(memory.pinned_bytes, DIGITS)
     if limits.pinned is not None:
         pinned = size_of(memory.pinned_bytes, limits.pinned * job.ranks_on_node)
     yield (
         f"memory per host: {size_of(memory.host_bytes, limits.host)}, with {reserved} for the system and processes, "
-        f"and {pinned} pinned"
+        f"and {pinned} pinned; fixed parts are from published logs"
     )
     if found.disk_bytes:
         read, write, both = (gigabytes_per_second(job.ranks_on_node * rate) for rate in job.disk or ())
@@ -142,7 +150,8 @@ def _assumed(found: Forecast, inputs: Inputs) -> str:
     if profile.provenance.source == "measured":
         origin = f"rates measured on {profile.provenance.host}, {profile.provenance.date}"
         if profile.provenance.ranks != job.ranks_on_node:
-            origin += f"; {profile.provenance.ranks} ranks per node measured, but {job.ranks_on_node} will train"
+            measured = counted(profile.provenance.ranks, "rank")
+            origin += f"; measured with {measured} per node, but {job.ranks_on_node} will train"
     network = []
     for count, where, name in (
         (job.ranks_on_node, "in a node", "all_gather_bytes_per_s"),
@@ -167,24 +176,21 @@ def _assumed(found: Forecast, inputs: Inputs) -> str:
 
 def _comparison(found: Forecast) -> Iterator[str | Table]:
     outcomes = {"this plan": found.predicted, **found.baselines}
-    rows: dict[str, list[str]] = {}
+    rows = []
     for name, outcome in outcomes.items():
         if not isinstance(outcome, Infeasible):
             speed_up = found.speed_up(outcome)
             exposed_s, hidden_s = outcome.exposed_update_s, max(0.0, outcome.update_s - outcome.exposed_update_s)
             parts_s = (outcome.forward_s, outcome.backward_s, exposed_s, hidden_s, outcome.iteration_s)
-            rows[TITLES.get(name, name)] = [
+            row = [
+                TITLES.get(name, name),
                 *(seconds(part_s, DIGITS) for part_s in parts_s),
                 significant(outcome.tokens_per_s, DIGITS),
                 "-" if outcome.mfu is None else percent(outcome.mfu),
                 "-" if speed_up is None else f"{significant(speed_up, DIGITS)}x",
             ]
-    is_wide, half = shutil.get_terminal_size().columns >= WIDTH_OF_ONE_TABLE, len(COLUMNS) // 2
-    for part in [slice(None)] if is_wide else [slice(half), slice(half, None)]:
-        table = new_table(("", *COLUMNS[part]), left=("",))
-        for title, cells in rows.items():
-            table.add_row(title, *cells[part])
-        yield table
+            rows.append(row)
+    yield from tables(COLUMNS, rows, 1, left=("",))
     for name, outcome in outcomes.items():
         if isinstance(outcome, Infeasible):
             yield f"{TITLES[name]}: {outcome.reason}"
@@ -204,8 +210,8 @@ def fixed_seconds(overheads: Overheads) -> str:
     hooks = ""
     if overheads.cpu_slowdown > 0:
         hooks = (
-            f"; the plugin's hooks take {seconds(overheads.hooks_s, DIGITS)} more in forward, which is "
-            f"{percent(overheads.cpu_slowdown)} slower beside updates on the CPU"
+            f"; the plugin's hooks take {seconds(overheads.hooks_s, DIGITS)} more in forward, and the model has "
+            f"{percent(1 - overheads.cpu_slowdown)} of its speed during updates on the CPU, which is counted in forward"
         )
     return (
         f"the host takes at least {forward_s} per module in forward, {backward_s} in backward and {step_s} in step()"

@@ -246,7 +246,7 @@ def _rates(text: str) -> DiskRates:
 
 def _parameters(text: str) -> int:
     what, exponents = "a whole number of parameters such as 7B, 500M or 32e9,", {"M": "e6", "B": "e9", "T": "e12"}
-    written_out = re.sub(r"(?<=[0-9.])[MBT]$", lambda unit: exponents[unit[0]], text.upper())
+    written_out = re.sub(r"(?<=[0-9.])[MBT]$", lambda unit: exponents[unit[0].upper()], text, flags=re.IGNORECASE)
     value = _number(written_out, what, 1, 1e15)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be {what} found {shorten(text)}")

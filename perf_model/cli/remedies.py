@@ -12,6 +12,7 @@ from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.training_run.model import ModelError
+from perf_model.training_run.training_memory import TrainingMemory
 from perf_model.units import DIGITS, GB, significant
 
 LEAST_SEQUENCE = 256
@@ -82,7 +83,12 @@ def _fitting(inputs: Inputs, missing: Collection[str], *, of_training: bool) -> 
 
 def _tokens_per_s(inputs: Inputs, changes: Changes) -> float | None:
     try:
-        return replace(inputs, job=replace(inputs.job, **changes)).forecast().predicted.tokens_per_s
+        changed, limits = replace(inputs, job=replace(inputs.job, **changes)), inputs.limits
+        left = None if limits.gpu is None else limits.gpu - limits.gpu_margin
+        # Planning would take seconds to find that nothing fits.
+        if inputs.profile.has_accelerator and left is not None and TrainingMemory(changed.job).gpu_bytes > left:
+            return None
+        return changed.forecast().predicted.tokens_per_s
     except (DoesNotFit, ModelError):
         return None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -28,6 +29,25 @@ def new_table(headers: Iterable[str], left: Collection[str] = (), *, gap: int = 
     for header in headers:
         table.add_column(header, justify="left" if header in left else "right", no_wrap=True)
     return table
+
+
+def tables(headers: Sequence[str], rows: Sequence[Sequence[str]], keys: int, left: Collection[str]) -> Iterator[Table]:
+    """Yield tables with as many columns as fit into the terminal, which would cut the others.
+
+    Each starts with the first ``keys`` columns.
+    """
+    widths = [1 + max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    first, terminal = keys, shutil.get_terminal_size().columns
+    while first < len(headers):
+        last = first + 1
+        while last < len(headers) and sum(widths[:keys]) + sum(widths[first : last + 1]) <= terminal:
+            last += 1
+        shown = [*range(keys), *range(first, last)]
+        table = new_table([headers[column] for column in shown], left)
+        for row in rows:
+            table.add_row(*(row[column] for column in shown))
+        yield table
+        first = last
 
 
 @contextmanager

@@ -33,7 +33,7 @@ SHOWN = {
 }  # fmt: skip
 
 MOST_POINTS = 500
-"""A point takes up to a second."""
+"""A point takes a second or two."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,25 +46,26 @@ def run(options: argparse.Namespace) -> int:
     with progress("Reading"):
         inputs = read_inputs(options, *points)
     print(_line(SHOWN.values()))
-    rows, most = [], 0.0
+    rows: list[SweepRow] = []
     for each in inputs:
         with progress("Planning"):
             row = _row(each)
         rows.append(row)
         if row["why"] is None:
-            is_best, most = float(row["tokens_per_s"] or 0) > most, max(most, float(row["tokens_per_s"] or 0))
-            print(_line(_cell(key, row[key]) for key in SHOWN) + " *" * is_best, flush=True)
+            print(_line(_cell(key, row[key]) for key in SHOWN), flush=True)
         else:
             print(f"{row['world_size']} GPUs, micro-batch {row['micro_batch']}: {row['why']}", flush=True)
+    if fitting := [row for row in rows if row["why"] is None]:
+        best = max(fitting, key=lambda row: float(row["tokens_per_s"] or 0))
+        show(f"most tokens/s: {best['world_size']} GPUs, micro-batch {best['micro_batch']}")
     overheads = Overheads.from_profile(inputs[0].profile)
     legend = "exposed: exposed update time; speed-up: of an iteration, over the stock offload of DeepSpeed today"
     show(legend + (f"; {fixed_seconds(overheads)}" if overheads.step_s > 0 else ""))
-    show("*: more tokens/s than all rows above, so the last one is the best")
     for sentences in dict.fromkeys(comparison(each.profile, each.job) for each in inputs):
         show(sentences)
     if options.csv is not None:
         _write(rows, options.csv)
-    return 0 if any(row["why"] is None for row in rows) else 1
+    return 0 if fitting else 1
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -107,5 +108,7 @@ def _cell(column: str, value: str | int | float | None) -> str:
         return "-" if value is None else str(value)
     if column == "mfu":
         return percent(value)
+    if column == "speed_up":
+        return f"{significant(value, DIGITS)}x"
     is_seconds = column.endswith("_s") and column != "tokens_per_s"
     return seconds(value, DIGITS) if is_seconds else significant(value, DIGITS)

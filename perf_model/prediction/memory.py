@@ -229,7 +229,8 @@ class DoesNotFit(ValueError):
 def excess_of(missing: dict[str, int]) -> str:
     """Return in words by how much the memory of each rank exceeds its budgets."""
     return " and ".join(
-        f"{name.removesuffix('_bytes')} memory by {size(excess, DIGITS)} per rank" for name, excess in missing.items()
+        f"{name.removesuffix('_bytes').replace('gpu', 'GPU')} memory by {size(excess, DIGITS)} per rank"
+        for name, excess in missing.items()
     )
 
 

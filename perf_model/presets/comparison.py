@@ -39,16 +39,18 @@ def comparison(profile: HardwareProfile, job: Job) -> str:
 
 def _errors(profile: HardwareProfile, job: Job) -> str:
     source, gpu = profile.provenance.source, profile.provenance.gpu
-    is_on_one_node, is_fp32 = job.world_size == job.ranks_on_node, job.states == "fp32"
+    is_on_one_node = job.world_size == job.ranks_on_node
+    is_alike = job.states == "fp32" and job.trainable_share == 1 and not job.offload_param
+    is_alike &= job.shape.active_numel == job.shape.numel
     is_fitted = profile.name in FITTED_PRESETS and "given by the user" not in source
-    if is_fitted and is_fp32 and is_on_one_node is not profile.name.endswith("-nodes"):
+    if is_fitted and is_alike and is_on_one_node is not profile.name.endswith("-nodes"):
         runs, median, p90 = LARGER_MODELS
         return (
             f"Iterations of {runs} published runs on A100-40GB and H100-80GB were off by {percent(median)} in the "
             f"median and by at most {percent(p90)} in nine of ten, with Megatron-DeepSpeed's own time per layer and "
             "rates fitted to smaller models."
         )
-    if source != "measured" or OWN_GPUS.search(gpu) is None or job.world_size > 1 or not is_fp32:
+    if source != "measured" or OWN_GPUS.search(gpu) is None or job.world_size > 1 or not is_alike:
         return NEVER
     if profile.get("module_forward_s") is None or profile.get("stock_step_params_per_s") is None:
         return f"{NEVER[:-1]} without its own seconds per module."

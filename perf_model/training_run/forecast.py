@@ -320,6 +320,11 @@ class Forecast:
         return self._with_training(self.planned.memory)
 
     @property
+    def taken_gpu_bytes(self) -> int:
+        """Return the GPU memory of ``memory`` without PyTorch's cache."""
+        return self.planned.memory.gpu_bytes + self._bytes_of(self._training)
+
+    @property
     def memory_of_stock(self) -> MemoryUse:
         """Return the peak memory of training with stock's offload, also if it does not fit."""
         return self._with_training(self._reserved_by_deepspeed(self._plan_of_deepspeed(residents=0)))

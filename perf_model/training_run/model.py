@@ -208,4 +208,4 @@ def has_weight_decay(name: str) -> bool:
 def require_integer(key: str, value: object, least: int, most: int, remedy: str) -> None:
     """Raise ``ModelError`` unless ``value`` is an integer from ``least`` to ``most``."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ModelError(f"{key}: must be an integer from {least} to {most:,}, found {shorten(value)}.\n{remedy}")
+        raise ModelError(f"{key}: must be an integer from {least:,} to {most:,}, found {shorten(value)}.\n{remedy}")

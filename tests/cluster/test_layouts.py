@@ -119,7 +119,7 @@ def test_the_screen_names_the_network_and_layouts_without_memory(capsys: pytest.
     layouts = compared(capsys, gpu_memory_gb=24, tensor_parallel="1,4")["layouts"]
     unfit = [layout for layout in layouts if not layout["fits"]]
     assert unfit
-    assert all("exceeds gpu memory by" in layout["why"] for layout in unfit)
+    assert all("exceeds GPU memory by" in layout["why"] for layout in unfit)
     assert main(["cluster", *arguments(gpu_memory_gb=2)]) == 1
     assert "Paste into" not in capsys.readouterr().out
 
@@ -137,7 +137,7 @@ def test_the_origin_of_rates_of_the_network_is_stated(tmp_path: Path, capsys: py
     path.write_text(unmeasured.to_json())
     assert main(["cluster", *arguments(profile=path, **more)]) == 2
     assert "--network-gb-per-s: is needed for 2 nodes, because the profile does not have it" in capsys.readouterr().err
-    assumed = "not measured, assumed to be that of the link to the host"
+    assumed = "not measured, assumed to equal the link to the host"
     assert origins(profile=path, network_gb_per_s=25) == ["given, not measured", assumed]
     rates = {"matmul_flops_per_s": 3e14, "all_gather_bytes_per_s": 2e11, "inter_node_bytes_per_s": 2e10}
     measured = replace(unmeasured.provenance, source="measured")

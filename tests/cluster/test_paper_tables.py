@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,18 @@ def test_the_preset_gives_zero3_of_table_2_and_how_far_a_pipeline_is_ahead(
     assert zero_3 == pytest.approx(row.tflops, rel=0.2)
     assert ptd.numel_billions == row.numel_billions
     assert of_megatron(ptd) / zero_3 == pytest.approx(ptd.tflops / row.tflops, rel=0.25)
+
+
+def test_the_interleaved_schedule_is_more_than_10_percent_faster_with_small_batches() -> None:
+    """Check figure 12: GPT-3 with 12 stages of 8 GPUs. The gap closes as the batch grows."""
+    job = replace(job_of(PTD[0], tensor_parallel=8), world_size=96)
+    gains = []
+    for batch in (12, 24, 36, 48, 60, 1536):
+        default, *interleaved = schedules(job, batch, stages=12)
+        assert default.chunks == 1
+        gains.append(default.iteration_s / min(layout.iteration_s for layout in interleaved) - 1)
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains[:5]) > 0.1 > 0.01 > gains[-1]
 
 
 GPU_BYTES = MACHINES[SELENE].gpu_memory_bytes - GPU_MARGIN_BYTES

@@ -28,7 +28,7 @@ from perf_model.presets.comparison import NEVER, comparison
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import in_forward_order
-from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap, PredictedIteration
+from perf_model.training_run.forecast import Forecast, Infeasible, MemoryLimits, Overlap, PredictedIteration
 from perf_model.training_run.job import Job
 from perf_model.training_run.model import ModelShape, ParameterShape
 from tests.launch import REPOSITORY
@@ -149,6 +149,10 @@ def test_iterations_of_both_arms_are_predicted_within_the_aims() -> None:
         assert rounded([*errors_of_1b()[arm], *errors_of_4b()[arm]]) == expected, arm
     assert len(errors_of_1b()["stock"]) == 7
     assert rounded(errors_of_4b()["no_offload"]) == (0.05, 0.05)
+    h100 = profile_of("H100")
+    limits = MemoryLimits(gpu=h100.gpu_memory_bytes, host=h100.host_memory_bytes)
+    of_batch_4 = forecast(job_of(MODELS["Qwen3-4B"], micro_batch=4), h100, limits, 10**9)
+    assert isinstance(of_batch_4.baselines["no_offload"], Infeasible), "it ran out of memory"
 
 
 def test_the_screen_states_these_errors_for_jobs_like_them_only() -> None:
