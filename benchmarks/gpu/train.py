@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -36,6 +36,9 @@ TIMED, TIMED_WITHOUT_UPDATES = 5, 3
 """Iterations that count. Before those without updates comes one that does not, in which the last update ends."""
 
 STATES = ("exp_avg", "exp_avg_sq")
+
+SOFTWARE_GPU = "SOFTWARE_GPU"
+"""The environment variable that, set to 1, tries a quick run on the software GPU of the tests."""
 
 
 @dataclass
@@ -245,8 +248,15 @@ def main(arguments: str) -> None:
         # DeepSpeed takes the GPU of this number. More ranks than GPUs share them.
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    for record in train(job):
-        answer(record)
+    with ExitStack() as resources:
+        if os.environ.get(SOFTWARE_GPU) == "1":
+            from benchmarks.emulated.run import start_device
+            from tests.software_gpu.plugged import plugged
+
+            start_device()
+            resources.enter_context(plugged())
+        for record in train(job):
+            answer(record)
 
 
 if __name__ == "__main__":

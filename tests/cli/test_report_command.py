@@ -134,13 +134,13 @@ def digest(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def seen(page: Path) -> dict[str, Any]:
+def seen(page: Path, *, is_light: bool = False) -> dict[str, Any]:
     assert BROWSER is not None
     text = page.read_text().replace("script-src ", f"script-src {digest(PROBE)} ", 1)
     probed = page.with_name("probed.html")
     probed.write_text(text.replace("<title>", f"<script>{PROBE}</script>\n<title>", 1))
-    options = ["--blink-settings=preferredColorScheme=0", "--window-size=390,800", "--headless", "--no-sandbox"]
-    options += ["--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    options = [f"--blink-settings=preferredColorScheme={is_light:d}", "--window-size=390,800", "--headless"]
+    options += ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     options += [f"--user-data-dir={page.parent / 'browser'}", "--virtual-time-budget=5000", "--dump-dom"]
     shown = subprocess.check_output([BROWSER, *options, probed.as_uri()], text=True, timeout=60)
     found: dict[str, Any] = json.loads(html.unescape(re.sub(r"<[^>]*>", "", shown)))
@@ -153,6 +153,7 @@ def test_a_browser_shows_the_numbers_of_the_run(run: Path) -> None:
     found = seen(run / "report.html")
     assert found["overflow"] <= 0
     assert found["background"] == "rgb(20, 23, 27)"
+    assert seen(run / "report.html", is_light=True)["background"] == "rgb(255, 255, 255)"
     series = [["step", "iteration", "forward", "backward"], ["step", "cost", "slower forward"], ["step", "memory"]]
     assert found["charts"] == series
     assert (len(found["colours"]), min(found["colours"]) > 10) == (len(series), True)

@@ -111,6 +111,17 @@ def test_a_thousand_units_are_planned_with_a_bounded_number_of_simulations(monke
     assert 0 < planned.simulations <= 4_000 / 1000 + 2
 
 
+def test_a_model_that_cpu_updates_slow_down_gets_a_plan_with_fewer_of_them() -> None:
+    workload, windows = Workload.from_numels([10**8] * 20), Windows(backward_s=0.5, forward_s=0.5)
+    on_cpu = [
+        plan_updates(workload, BALANCED, Budgets(gpu_bytes=8 * 10**9), replace(windows, slowdown=slowdown)).plan.numel(
+            CPU
+        )
+        for slowdown in (Slowdown(), Slowdown(copies=0.5), Slowdown(cpu=0.5))
+    ]
+    assert on_cpu[1] >= on_cpu[0] > on_cpu[2]
+
+
 def eager_plans(overlap: Windows, **rates: float) -> tuple[PlannedUpdate, PlannedUpdate]:
     """Return the plans of 20 equal units without memory for eager units, and with memory for 10 of them."""
     workload, without = Workload.from_numels([10**8] * 20), Budgets(gpu_bytes=0)

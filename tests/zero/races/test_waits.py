@@ -15,6 +15,7 @@ import pytest
 
 from deep_opt_states.device.kernels.adam import RangeUpdate
 from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.zero.step.gathers import Gathers
 from perf_model.schedule.schedule import Schedule
 from tests.kernels.intercepted import before_each_update
 from tests.ranks import ranks
@@ -99,6 +100,9 @@ def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -
             assert engine.optimizer._update._executor.pending
             forward(engine, inputs)
             engine.optimizer._update.wait()
+        # Nothing is in flight, so hooks look for no units.
+        with mock.patch.object(Gathers, "_units_of", side_effect=AssertionError):
+            forward(engine, inputs)
         assert engine.optimizer._running.executor.failure is None
 
 
