@@ -21,6 +21,7 @@ from deep_opt_states.report.line import (
     SlowCpu,
     UpdateReporter,
 )
+from deep_opt_states.report.page import verdict
 from deep_opt_states.report.record import (
     ComparisonRow,
     MeasuredUpdate,
@@ -31,7 +32,6 @@ from deep_opt_states.report.record import (
     UpdateRecord,
     compare,
 )
-from deep_opt_states.report.verdict import verdict
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Span, Timeline
 from perf_model.schedule.action import Lane

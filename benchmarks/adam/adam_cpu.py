@@ -111,9 +111,9 @@ class FusedUpdate:
         memory.set_plan(plan)
         self._kernel.zero(memory.sub_groups[0])
         (part,) = memory.parts
-        part.master.copy_(master)
+        part.states.master.copy_(master)
         part.grad.copy_(gradient)
-        self._tensors = part.cpu_update().tensors
+        self._tensors = part.cpu_update(part.states).tensors
         # As where a GPU trains: bf16 masters are published themselves, and fp32 ones are rounded to other memory.
         if dtypes.master == params[0].dtype:
             self._tensors = replace(self._tensors, param=None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from deep_opt_states.sharing.delink import Delink
-from deep_opt_states.sharing.renaming import DelinkError, names_of_layers
+from deep_opt_states.sharing.delink import Delink, DelinkError, names_of_layers
 from perf_model.cli.screen import progress
 from perf_model.training_run.hf_config import read_hf_config
 from perf_model.training_run.model import ModelError

@@ -6,8 +6,7 @@ import argparse
 import sys
 
 from deep_opt_states.report.folder import PAGE, RecordedRun, RunError
-from deep_opt_states.report.page import render
-from deep_opt_states.report.verdict import verdict
+from deep_opt_states.report.page import render, verdict
 from perf_model.cli.screen import progress
 
 

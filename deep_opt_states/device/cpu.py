@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,11 +13,7 @@ from deep_opt_states.device.slab import HostSlab
 class HostEvent:
     """An event that holds the time at which it was recorded. The work that it marks had finished by then."""
 
-    def __init__(self) -> None:
-        self._at_s = 0.0
-
-    def record(self) -> None:
-        self._at_s = time.perf_counter()
+    at_s = 0.0
 
     def synchronize(self) -> None:
         pass
@@ -27,14 +22,14 @@ class HostEvent:
         return True
 
     def seconds_after(self, origin: HostEvent) -> float:
-        return self._at_s - origin._at_s
+        return self.at_s - origin.at_s
 
 
 class HostStream:
     """A stream that runs each operation when it is issued, on the issuing thread."""
 
     def record(self, event: HostEvent) -> None:
-        event.record()
+        event.at_s = time.perf_counter()
 
     def wait(self, event: HostEvent) -> None:
         pass
@@ -71,10 +66,6 @@ class HostDevice:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
-
-    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for destination, source in copies:
-            destination.copy_(source)
 
     def occupy(self, seconds: float) -> None:
         """Do nothing: there is no queue, so the next operation would wait on this thread."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
@@ -102,10 +102,6 @@ class CudaDevice:
             destination.narrow(0, begin, numel).copy_(source.narrow(0, begin, numel), non_blocking=True)
             self.occupy(0.0)
 
-    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        destinations, sources = zip(*copies, strict=True)
-        torch._foreach_copy_(destinations, sources)
-
     def occupy(self, seconds: float) -> None:
         torch.cuda._sleep(int(seconds * CLOCK_HZ))
 
@@ -146,11 +142,6 @@ class CudaDevice:
             with suppress(RuntimeError):
                 torch.ones(1, device=self._device)
             raise
-
-
-def gpu_name() -> str:
-    """Return the name of the current GPU."""
-    return str(torch.cuda.get_device_name())
 
 
 def allocated_bytes() -> int:

@@ -6,7 +6,6 @@ an event that was never recorded ends immediately.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -46,7 +45,7 @@ class Stream(Protocol[EventT_contra]):
 
 
 class Device(Protocol[EventT]):
-    """An accelerator. Inside a step only ``copy``, ``copy_each`` and ``current_stream`` are called."""
+    """An accelerator. Inside a step only ``copy`` and ``current_stream`` are called."""
 
     @property
     def shares_host_memory(self) -> bool:
@@ -82,9 +81,6 @@ class Device(Protocol[EventT]):
 
         A device with queues for copies divides large ones, so that small copies of other streams overtake them.
         """
-
-    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each source to its destination, of the same dtype, within the accelerator on the current stream."""
 
     def occupy(self, seconds: float) -> None:
         """Keep the current stream busy for about ``seconds``."""

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from deep_opt_states.device.interface import Device
-from deep_opt_states.device.kernels.triton_import import triton_version
 from deep_opt_states.files import replace_file
 from deep_opt_states.host import machine
 from deep_opt_states.profiler.profile import IMPLAUSIBLE, QUICK, ProbeEffort, describe, measure
@@ -62,6 +62,14 @@ def quick_profile(
         note("A quick hardware profile was measured.")
         _store(profile, path, log)
     return profile
+
+
+def triton_version() -> str:
+    """Return the version of Triton, or an empty string if it is not installed."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def fingerprint(provenance: Provenance, effort: ProbeEffort, world_size: int, works_with: str) -> str:

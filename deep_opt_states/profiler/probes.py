@@ -38,6 +38,11 @@ class ProbeError(RuntimeError):
     """An error for a probe that cannot run, or whose result cannot be trusted."""
 
 
+def slowest(by_rank: Sequence[Rates]) -> Rates:
+    """Return the value of the slowest rank for each name: quantities without "_per_s" are times."""
+    return {name: (min if name.endswith("_per_s") else max)(values[name] for values in by_rank) for name in by_rank[0]}
+
+
 def timed(
     device: Device[Any], issue: Callable[[], object], first: Callable[[], object] = lambda: None
 ) -> tuple[float, bool]:
@@ -126,17 +131,12 @@ def _on_host(device: Device[Any], nbytes: int, pinned: bool) -> torch.Tensor:
     return make(nbytes // 4, dtype=torch.float32)
 
 
-def record_origin(device: Device[Any], copies: Copies) -> tuple[Event, float]:
-    """Return the present moment on the device's clock (an event) and on the host's (``time.perf_counter``)."""
-    origin: Event = device.event()
-    copies.stream.record(origin)
-    origin.synchronize()
-    return origin, time.perf_counter()
-
-
 def issue_copies(device: Device[Any], directions: Sequence[Copies], count: int) -> float:
     """Issue ``count`` copies per direction, alternating, and return the host's time from which ``times_s`` counts."""
-    origin, origin_s = record_origin(device, directions[0])
+    origin: Event = device.event()
+    directions[0].stream.record(origin)
+    origin.synchronize()
+    origin_s = time.perf_counter()
     for copies in directions:
         copies.begin(origin)
     for _ in range(count):
@@ -368,21 +368,16 @@ def host_memory(slab: HostSlab) -> Probe:
     return repeat
 
 
-def matrix_products(device: Device[Any], rows_of: Mapping[str, int]) -> Probe:
-    """Return a probe of the FLOP/s of bf16 matrices of shape [rows, rows], for each quantity in ``rows_of``."""
+def matrix_products(device: Device[Any], rows: int) -> Probe:
+    """Return a probe of the FLOP/s of products of bf16 matrices of shape [rows, rows]."""
     # The timer uses the caller's stream, because cuBLAS keeps a workspace for every stream.
     timer = KernelTimer(device)
-    size = max(rows_of.values())
     # Training's random numbers must not depend on whether a profile was measured.
     generator = torch.Generator().manual_seed(0)
-    left, right, product = (device.empty(size * size, torch.bfloat16) for _ in range(3))
+    left, right, product = (device.empty(rows * rows, torch.bfloat16).view(rows, rows) for _ in range(3))
     # Random, because a GPU needs less power for constants and runs faster.
     for matrix in (left, right):
-        device.copy(matrix, torch.rand(size * size, generator=generator, dtype=torch.float32, device="cpu"))
+        device.copy(matrix, torch.rand(rows, rows, generator=generator, dtype=torch.float32, device="cpu"))
     synchronize(device)
-
-    def seconds_of(rows: int) -> float:
-        a, b, c = (elements[: rows * rows].view(rows, rows) for elements in (left, right, product))
-        return timer.seconds_of(lambda: torch.mm(a, b, out=c))
-
-    return lambda: {quantity: 2 * rows**3 / seconds_of(rows) for quantity, rows in rows_of.items()}
+    multiply = partial(torch.mm, left, right, out=product)
+    return lambda: {"matmul_flops_per_s": 2 * rows**3 / timer.seconds_of(multiply)}

@@ -24,7 +24,7 @@ from deep_opt_states.device.kernels.stock import StockAdam
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import probes
 from deep_opt_states.profiler.peaks import peak_flops
-from deep_opt_states.profiler.probes import SUB_GROUPS, Copies, Probe, ProbeError, Rates, d2h, h2d
+from deep_opt_states.profiler.probes import SUB_GROUPS, Copies, Probe, ProbeError, Rates, d2h, h2d, slowest
 from deep_opt_states.profiler.ranks import (
     CollectiveGroups,
     ProcessGroup,
@@ -89,10 +89,6 @@ class ProbeEffort:
     copy_bytes: int = 32 * 2**20
     matrix_size: int = MATMUL_SIZE
 
-    def repetitions(self, one_s: float) -> int:
-        """Return how many repetitions of ``one_s`` seconds to run."""
-        return max(self.min_samples, min(self.max_samples, int(self.budget_s / max(one_s, 1e-9))))
-
 
 QUICK = ProbeEffort()
 FULL = ProbeEffort(
@@ -117,13 +113,9 @@ def sample(prepare: Callable[[], Probe], effort: ProbeEffort, ranks: Ranks) -> l
         start_s = time.perf_counter()
         call_on_all_ranks(ranks, repeat)
         last_s = time.perf_counter() - start_s
-    repetitions = effort.repetitions(max(ranks.gather(last_s)))
-    return [_slowest(ranks.gather(call_on_all_ranks(ranks, repeat))) for _ in range(repetitions)]
-
-
-def _slowest(by_rank: list[Rates]) -> Rates:
-    # A latency is a time; all other quantities are rates.
-    return {name: (max if name == "copy_latency_s" else min)(rates[name] for rates in by_rank) for name in by_rank[0]}
+    in_budget = int(effort.budget_s / max(1e-9, *ranks.gather(last_s)))
+    repetitions = max(effort.min_samples, min(effort.max_samples, in_budget))
+    return [slowest(ranks.gather(call_on_all_ranks(ranks, repeat))) for _ in range(repetitions)]
 
 
 def training_cpu_adam(num_sub_groups: int, num_threads: int, cores: Sequence[int]) -> AdamKernel:
@@ -258,7 +250,7 @@ def _entries(
         ("stock_cpu_adam_params_per_s",): lambda: probes.stock_updates(stock_cpu_adam(SUB_GROUPS), memory(), host),
         ("dram_update_bytes_per_s", "dram_copy_bytes_per_s"): lambda: probes.host_memory(memory().slab),
         **on_device,
-        ("matmul_flops_per_s",): lambda: probes.matrix_products(host, {"matmul_flops_per_s": rows}),
+        ("matmul_flops_per_s",): lambda: probes.matrix_products(host, rows),
         **gathers("all_gather_bytes_per_s", groups.in_node),
         **gathers("reduce_scatter_bytes_per_s", groups.in_node, reduces=True),
         **gathers("inter_node_bytes_per_s", groups.across_nodes),

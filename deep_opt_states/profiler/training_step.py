@@ -20,7 +20,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from deep_opt_states.profiler.probes import ProbeError
+from deep_opt_states.profiler.probes import ProbeError, slowest
 from deep_opt_states.profiler.ranks import Ranks, call_on_all_ranks, free_port
 from perf_model.prediction.hardware import TRAINING_QUANTITIES, Measurement
 
@@ -30,8 +30,6 @@ TIMEOUT_S = 180.0
 WARM_UPS, STEPS = 3, 7
 """DeepSpeed records the order of modules in its first steps."""
 
-LAYERS = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
@@ -39,7 +37,7 @@ class Layers:
 
     width: int
     tokens: int
-    layers: int = LAYERS
+    layers: int = 8
 
 
 SMALL, LARGE, MANY_TOKENS = (
@@ -58,24 +56,17 @@ def measure_training(ranks: Ranks) -> dict[str, Measurement]:
     """
     port = ranks.gather(free_port())[0]
     try:
-        by_rank = ranks.gather(call_on_all_ranks(ranks, lambda: _measure_in_process(ranks, port)))
+        found = slowest(ranks.gather(call_on_all_ranks(ranks, lambda: _measure_in_process(ranks, port))))
     except ProbeError as error:
         return dict.fromkeys(TRAINING_QUANTITIES, Measurement(waived=str(error)))
-    return {
-        name: Measurement(samples=(_slowest(name, [found[name] for found in by_rank]),)) for name in TRAINING_QUANTITIES
-    }
-
-
-def _slowest(name: str, values: list[float]) -> float:
-    return min(values) if name.endswith("_per_s") else max(values)
+    return {name: Measurement(samples=(found[name],)) for name in TRAINING_QUANTITIES}
 
 
 def _measure_in_process(ranks: Ranks, port: int) -> dict[str, float]:
     # The store of torchrun's agent listens at another port than the new group's.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
-        environ.setdefault(name, value)
-    environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "MASTER_PORT": str(port)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    own = {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "MASTER_PORT": str(port)}
+    environ = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", **inherited, **own}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         command = [sys.executable, "-m", __name__, str(path)]
@@ -133,11 +124,6 @@ def measure_here() -> dict[str, float]:
     }
 
 
-def count_modules(model: Any) -> int:
-    """Return the number of modules with parameters, without the model itself."""
-    return sum(any(True for _ in module.parameters()) for module in model.modules()) - 1
-
-
 def make_layers(sizes: Layers) -> Any:
     """Return decoder-like layers, each with attention and a feed-forward, which map [1, tokens, width] to a loss."""
     import torch
@@ -172,7 +158,9 @@ def _train(sizes: Layers, *, offloads: bool = False) -> MeasuredSteps:
     accelerator = get_accelerator()
     times: list[tuple[float, float, float]] = []
     model = make_layers(sizes)
-    modules, numel = count_modules(model), sum(param.numel() for param in model.parameters())
+    # Modules with parameters, without the model itself.
+    modules = sum(any(True for _ in module.parameters()) for module in model.modules()) - 1
+    numel = sum(param.numel() for param in model.parameters())
     with _engine(model, offloads=offloads) as engine:
         x = torch.randn(1, sizes.tokens, sizes.width, dtype=torch.bfloat16, device=engine.device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from deep_opt_states.files import replace_file
 from deep_opt_states.report.line import COMPARED_UPDATES, WARM_UPDATES, ReportSink, UpdateReporter
 from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo, UpdateRecord
-from perf_model.json_input import parse_json, read_text, shorten
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -27,9 +26,6 @@ INFO, STEPS, MEASURED, PREDICTED, PAGE = "run.json", "steps.jsonl", "timeline.js
 
 RECENT_UPDATES = 25
 """The number of last updates of which the median one is drawn."""
-
-MAX_RUN_BYTES = 10**10
-"""The most bytes of a file of a run that are read. A long training writes large files."""
 
 TracedUpdate = tuple[Timeline, Sequence[PhaseSpan]]
 """The actions of one update, and the phases of the model around them."""
@@ -147,37 +143,25 @@ class RecordedRun:
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
         """Return the run in ``folder``, as far as it is written. Raise ``RunError`` if there is none."""
-
-        def read(name: str) -> str:
-            return read_text(folder / name, MAX_RUN_BYTES)
-
         try:
-            info = parse_json(read(INFO))
+            info = json.loads((folder / INFO).read_text("utf-8"))
             if info["format"] != FORMAT:
-                raise ValueError(f"format {shorten(info['format'])}")
-            alone_s, stock_s, drawn_step = (info.get(key) for key in ("forward_alone_s", "stock_s", "drawn_step"))
+                raise ValueError(f"format {info['format']}")
             # A killed process may have written a part of the last line.
-            lines = [parse_json(line) for line in read(STEPS).splitlines() if line.endswith("}")]
+            lines = [line for line in (folder / STEPS).read_text("utf-8").splitlines() if line.endswith("}")]
             measured, predicted = (
-                Timeline.from_chrome_trace(parse_json(read(name))) if (folder / name).exists() else None
-                for name in (MEASURED, PREDICTED)
+                Timeline.from_chrome_trace(json.loads(path.read_text("utf-8"))) if path.exists() else None
+                for path in (folder / MEASURED, folder / PREDICTED)
             )
+            rows = info.get("compared", [])
             return cls(
                 info=_info(info),
-                steps=[
-                    _with_cost(
-                        {name: value if value is None else float(value) for name, value in line.items()}, alone_s
-                    )
-                    for line in lines
-                ],
-                compared_updates=int(info.get("compared_updates", 0)),
-                compared=[
-                    ComparisonRow(str(row["what"]), float(row["predicted_s"]), float(row["measured_s"]))
-                    for row in info.get("compared", [])
-                ],
-                forward_alone_s=None if alone_s is None else float(alone_s),
-                stock_s=None if stock_s is None else float(stock_s),
-                drawn_step=None if drawn_step is None else int(drawn_step),
+                steps=[_with_cost(json.loads(line), info.get("forward_alone_s")) for line in lines],
+                compared_updates=info.get("compared_updates", 0),
+                compared=[ComparisonRow(row["what"], row["predicted_s"], row["measured_s"]) for row in rows],
+                forward_alone_s=info.get("forward_alone_s"),
+                stock_s=info.get("stock_s"),
+                drawn_step=info.get("drawn_step"),
                 measured=measured,
                 predicted=predicted,
             )
@@ -201,22 +185,15 @@ def _with_cost(step: dict[str, float | None], forward_alone_s: float | None) -> 
 
 
 def _info(found: Mapping[str, Any]) -> RunInfo:
-    plan = found["plan"]
+    """Return the content of ``run.json`` that ``RunInfo.to_json_dict`` has made."""
+    plan, facts = found["plan"], {field.name: found[field.name] for field in fields(RunInfo)}
     units = [
-        Unit(index, tuple(Range(*map(int, run)) for run in ranges), str(label))
-        for index, (ranges, label) in enumerate(plan["units"])
+        Unit(index, tuple(Range(*run) for run in ranges), label) for index, (ranges, label) in enumerate(plan["units"])
     ]
     read = UpdatePlan(
         workload=Workload(tuple(units)),
         placements=tuple(map(Placement, plan["placements"])),
-        num_slots=int(plan["num_slots"]),
-        order=None if plan["order"] is None else tuple(map(int, plan["order"])),
+        num_slots=plan["num_slots"],
+        order=None if plan["order"] is None else tuple(plan["order"]),
     )
-    return RunInfo(
-        began=str(found["began"]),
-        world_size=int(found["world_size"]),
-        accelerator=str(found["accelerator"]),
-        software=dict(found["software"]),
-        plan=read,
-        memory_bytes={str(kind): int(reserved) for kind, reserved in found["memory_bytes"].items()},
-    )
+    return RunInfo(**{**facts, "plan": read})

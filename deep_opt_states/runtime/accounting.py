@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from deep_opt_states.device.interface import Device, Stream
+from deep_opt_states.device.interface import Device
 from deep_opt_states.device.slab import HostSlab
 from perf_model.prediction.memory import MemoryKind, Reservation
+
+OwnerT = TypeVar("OwnerT", torch.Tensor, HostSlab)
 
 
 class AccountingDevice:
@@ -19,27 +19,20 @@ class AccountingDevice:
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
-        self._reserved: list[tuple[Reservation, Callable[[], object]]] = []
-        """Each reservation, with a function that returns None once the memory is free."""
+        self._reserved: list[tuple[MemoryKind, weakref.ref[Any]]] = []
+        """The kind and the owner of each reservation."""
 
     @property
     def reserved(self) -> list[Reservation]:
         """Return one entry per tensor or slab that is reserved now, with its size in host memory or on the device."""
-        reserved = []
-        for reservation, find_owner in self._reserved:
-            if (owner := find_owner()) is not None:
-                # Since it was reserved, files may have replaced a part of a slab.
-                on_disk = owner.size_bytes - owner.host_bytes if isinstance(owner, HostSlab) else 0
-                reserved.append(replace(reservation, each_bytes=reservation.each_bytes - on_disk))
-        return reserved
-
-    @property
-    def shares_host_memory(self) -> bool:
-        return self._device.shares_host_memory
-
-    @property
-    def runs_when_issued(self) -> bool:
-        return self._device.runs_when_issued
+        owners = ((kind, find_owner()) for kind, find_owner in self._reserved)
+        # Files may have replaced a part of a slab.
+        sizes = (
+            (kind, owner.host_bytes if isinstance(owner, HostSlab) else owner.untyped_storage().nbytes())
+            for kind, owner in owners
+            if owner is not None
+        )
+        return [Reservation(kind=kind, each_bytes=size_bytes) for kind, size_bytes in sizes]
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._account(MemoryKind.ACCELERATOR, self._device.empty(numel, dtype))
@@ -48,36 +41,12 @@ class AccountingDevice:
         return self._account(MemoryKind.PINNED, self._device.empty_host(numel, dtype))
 
     def host_slab(self, size_bytes: int) -> HostSlab:
-        slab = self._device.host_slab(size_bytes)
-        self._reserved.append((Reservation(kind=MemoryKind.PINNED, each_bytes=size_bytes), weakref.ref(slab)))
-        return slab
+        return self._account(MemoryKind.PINNED, self._device.host_slab(size_bytes))
 
-    def enter_thread(self) -> None:
-        self._device.enter_thread()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
 
-    def stream(self) -> Stream[Any]:
-        return self._device.stream()
-
-    def current_stream(self) -> Stream[Any]:
-        return self._device.current_stream()
-
-    def event(self) -> Any:
-        return self._device.event()
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self._device.copy(destination, source)
-
-    def copy_each(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._device.copy_each(copies)
-
-    def occupy(self, seconds: float) -> None:
-        self._device.occupy(seconds)
-
-    def release_cached(self) -> None:
-        self._device.release_cached()
-
-    def _account(self, kind: MemoryKind, tensor: torch.Tensor) -> torch.Tensor:
-        reservation = Reservation(kind=kind, each_bytes=tensor.untyped_storage().nbytes())
-        self._reserved = [(known, owner) for known, owner in self._reserved if owner() is not None]
-        self._reserved.append((reservation, weakref.ref(tensor)))
-        return tensor
+    def _account(self, kind: MemoryKind, owner: OwnerT) -> OwnerT:
+        self._reserved = [(known, find_owner) for known, find_owner in self._reserved if find_owner() is not None]
+        self._reserved.append((kind, weakref.ref(owner)))
+        return owner

@@ -73,7 +73,7 @@ class Actions:
 
         If the device raises its out-of-memory error, nothing has changed. No stream may still use a slot that is freed.
         """
-        dtypes = StateDtypes.found_in(states[0].parts[0])
+        dtypes = StateDtypes.found_in(states[0].parts[0].states)
         kept = [
             slot
             for slot in self._slots
@@ -159,7 +159,9 @@ class Actions:
             publications, distributed = operations.publications, operations.distributed
         self._copy(publications)
         if distributed:
-            self._device.copy_each(distributed)
+            # A launch for each of hundreds of parameters would take the host longer than the copies.
+            destinations, sources = zip(*distributed, strict=True)
+            torch._foreach_copy_(destinations, sources)
 
     def _adopt(self, action: Action) -> None:
         self._commit(action)
@@ -175,7 +177,7 @@ class Actions:
         key = action.name, index, state.shadow is not None and state.shadow.is_current
         if key not in self._state_copies:
             flushes = action.kind is ActionKind.FLUSH_STATES
-            copies = list(state.copied_states(self._slots[index], updated=flushes and state.shadow is not None))
+            copies = list(state.copied_states(self._slots[index], updated=flushes))
             if flushes and state.shadow is not None:
                 rounded = (part for part in state.parts if not part.publishes_master)
                 copies += [(part.rounded, part.of_unit(self._rounded[index])) for part in rounded]

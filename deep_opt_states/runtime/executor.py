@@ -19,11 +19,10 @@ from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.shadow_states import ShadowStates
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
 from deep_opt_states.runtime.worker import HostThreads
+from deep_opt_states.runtime.write_back import ResidentStates, ShadowStates
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule

@@ -16,10 +16,9 @@ from functools import partial
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
-from deep_opt_states.runtime.action_events import ActionEvents
 from deep_opt_states.runtime.early_units import EarlyUnits
 from deep_opt_states.runtime.failure import Stop
-from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.runtime.lanes import ActionEvents, LaneStreams
 from deep_opt_states.runtime.worker import HostThreads
 from perf_model.schedule.action import Action, ActionKind, Lane
 from perf_model.schedule.happens_before import EMPTIED_BY

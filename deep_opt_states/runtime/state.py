@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,12 +62,12 @@ class UnitPart:
     """The tensors of one range of a unit, of shape [numel] each: ``elements`` of the sub-group ``sub_group``.
 
     - ``offset``: the position of the first element in the unit's memory on the accelerator.
-    - ``master``, ``exp_avg``, ``exp_avg_sq``: views of the sub-group's tensors in the slab.
+    - ``states``: views of the sub-group's tensors in the slab.
     - ``grad``: in the accumulation dtype, on the device that updates the unit.
     - ``param``: in the model's dtype, a view of DeepSpeed's flat buffer, which is in pinned memory if offloaded.
     - ``rounded``: the tensor in host memory that a CPU update publishes: ``param`` itself where the CPU can write it,
-      or ``master`` if that has the model's dtype, except in the persistent unit. In an eager unit it is not ``param``,
-      and ``master`` stands for the masters of the current version.
+      or ``states.master`` if that has the model's dtype, except in the persistent unit. In an eager unit it is not
+      ``param``, and ``states.master`` stands for the masters of the current version.
     - ``staged``: memory on the accelerator for the updated parameters if ``param`` is in host memory, else None. All
       units share it, which is safe because one stream both updates and copies.
     """
@@ -75,9 +75,7 @@ class UnitPart:
     sub_group: int
     elements: ElementRange
     offset: int
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    states: UpdatedStates
     grad: torch.Tensor
     param: torch.Tensor
     rounded: torch.Tensor
@@ -90,7 +88,7 @@ class UnitPart:
 
     def replace_param(self, param: torch.Tensor) -> None:
         """Update ``param`` from now on: DeepSpeed reallocates its flat buffers in ``reload_states()``."""
-        if self.rounded is self.param:
+        if self.cpu_writes_param:
             self.rounded = param
         self.param = param
 
@@ -101,23 +99,13 @@ class UnitPart:
         return tensor if numel == tensor.numel() else tensor.narrow(0, self.offset, numel)
 
     @property
-    def states(self) -> UpdatedStates:
-        """Return the states in the sub-group's own memory."""
-        return UpdatedStates(self.master, self.exp_avg, self.exp_avg_sq)
-
-    @property
     def publishes_master(self) -> bool:
         """Return whether the masters are published, so that a CPU update rounds to no other tensor."""
-        return self.rounded is self.master
+        return self.rounded is self.states.master
 
-    def cpu_update(self, states: UpdatedStates | None = None) -> RangeUpdate:
-        """Return the update on the CPU in place, of ``states`` if they are not in the sub-group's own memory."""
-        return self._update(states or self.states, None if self.publishes_master else self.rounded)
-
-    def speculation(self, shadow: UpdatedStates, *, from_shadow: bool) -> RangeUpdate:
-        """Return the update on the CPU from one version of the states to the other."""
-        source, updated = (shadow, self.states) if from_shadow else (self.states, shadow)
-        return replace(self._update(source, None if self.publishes_master else self.rounded), updated=updated)
+    def cpu_update(self, states: UpdatedStates, updated: UpdatedStates | None = None) -> RangeUpdate:
+        """Return the update of ``states`` on the CPU, in place or from one version of the states to the other."""
+        return self._update(states, None if self.publishes_master else self.rounded, updated)
 
     def accelerator_update(self, states: Slot, rounded: torch.Tensor | None = None) -> RangeUpdate:
         """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit.
@@ -126,13 +114,14 @@ class UnitPart:
         """
         param = self.param if self.staged is None else self.staged
         return self._update(
-            [self.of_unit(tensor) for tensor in states], param if rounded is None else self.of_unit(rounded)
+            UpdatedStates(*map(self.of_unit, states)), param if rounded is None else self.of_unit(rounded)
         )
 
-    def _update(self, states: Sequence[torch.Tensor], param: torch.Tensor | None) -> RangeUpdate:
-        master, exp_avg, exp_avg_sq = states
-        tensors = AdamTensors(master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=self.grad, param=param)
-        return RangeUpdate(sub_group=self.sub_group, tensors=tensors, element_range=self.elements)
+    def _update(
+        self, states: UpdatedStates, param: torch.Tensor | None, updated: UpdatedStates | None = None
+    ) -> RangeUpdate:
+        tensors = AdamTensors(**states._asdict(), grad=self.grad, param=param)
+        return RangeUpdate(sub_group=self.sub_group, tensors=tensors, element_range=self.elements, updated=updated)
 
 
 @dataclass(frozen=True)
@@ -168,47 +157,39 @@ class UnitState:
         """Return whether the unit is updated on the accelerator, where its gradient also is."""
         return self.placement is not Placement.CPU
 
-    def cpu_updates(self, disk_slot: int | None = None) -> list[RangeUpdate]:
-        """Return the updates on the CPU: in place, or from the current version of an eager unit to the other one.
+    def version(self, *, updated: bool = False, disk_slot: int | None = None) -> Sequence[UpdatedStates]:
+        """Return the current version of the states in host memory by range, or the one that an update writes.
 
         The states of a unit on disk are in ``disk_slot``.
         """
         if self.disk is not None and disk_slot is not None:
-            in_slot = self.disk[disk_slot].parts
-            return [part.cpu_update(states) for part, states in zip(self.parts, in_slot, strict=True)]
-        if self.shadow is None:
-            return [part.cpu_update() for part in self.parts]
-        versions = zip(self.parts, self.shadow.parts, strict=True)
-        return [part.speculation(states, from_shadow=self.shadow.is_current) for part, states in versions]
-
-    def version(self, *, updated: bool = False) -> Sequence[UpdatedStates]:
-        """Return the current version of the states in host memory by range, or the one that an update writes."""
+            return self.disk[disk_slot].parts
         if self.shadow is None or self.shadow.is_current is updated:
             return [part.states for part in self.parts]
         return self.shadow.parts
+
+    def cpu_updates(self, disk_slot: int | None = None) -> list[RangeUpdate]:
+        """Return the updates on the CPU: in place, or from the current version of an eager unit to the other one."""
+        placed = zip(self.parts, self.version(disk_slot=disk_slot), strict=True)
+        if self.shadow is None:
+            return [part.cpu_update(states) for part, states in placed]
+        others = self.version(updated=True)
+        return [part.cpu_update(states, other) for (part, states), other in zip(placed, others, strict=True)]
 
     def copied_states(self, states: Slot, *, updated: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of a tensor of ``version`` and its part of ``states``, in memory order."""
         version = self.version(updated=updated)
         for name, on_accelerator in zip(STATES, states, strict=True):
-            placed = zip(self.parts, version, strict=True)
-            yield from ((getattr(on_host, name), part.of_unit(on_accelerator)) for part, on_host in placed)
+            for part, on_host in zip(self.parts, version, strict=True):
+                yield getattr(on_host, name), part.of_unit(on_accelerator)
 
     def publications(self, disk_slot: int | None = None) -> tuple[Copies, Copies]:
-        """Return the copies that publish the parameters, and the copies within the accelerator that follow.
-
-        The states of a unit on disk are in ``disk_slot``.
-        """
-        if self.disk is not None and disk_slot is not None:
-            placed = zip(self.parts, self.disk[disk_slot].parts, strict=True)
-            sources = [(part, states.master if part.publishes_master else part.rounded) for part, states in placed]
-            return [(part.param, source) for part, source in sources if not part.cpu_writes_param], []
-        if self.shadow is not None:
-            versions = zip(self.parts, self.version(), strict=True)
-            return [(part.param, new.master if part.publishes_master else part.rounded) for part, new in versions], []
-        if self.is_on_accelerator:
+        """Return the copies that publish the parameters, and the copies within the accelerator that follow."""
+        if self.is_on_accelerator and self.shadow is None:
             return [(part.param, part.staged) for part in self.parts if part.staged is not None], []
-        if self.packing is None:
-            return [(part.param, part.rounded) for part in self.parts if not part.cpu_writes_param], []
-        distributed = [(part.param, part.of_unit(self.packing.on_accelerator)) for part in self.parts]
-        return [(self.packing.on_accelerator, self.packing.on_host)], distributed
+        if self.packing is not None:
+            distributed = [(part.param, part.of_unit(self.packing.on_accelerator)) for part in self.parts]
+            return [(self.packing.on_accelerator, self.packing.on_host)], distributed
+        placed = zip(self.parts, self.version(disk_slot=disk_slot), strict=True)
+        sources = [(part, states.master if part.publishes_master else part.rounded) for part, states in placed]
+        return [(part.param, source) for part, source in sources if not part.cpu_writes_param], []

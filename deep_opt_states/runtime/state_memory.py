@@ -184,25 +184,23 @@ class StateMemory:
         return state
 
     def _part(self, run: Range, offset: int, packing: Packing | None) -> UnitPart:
-        tensors, param = self.sub_groups[run.sub_group], self._params[run.sub_group]
-        elements = ElementRange(begin=run.begin, end=run.end, sub_group_numel=param.numel())
-        master, narrowed_param = elements.view(tensors.master), elements.view(param)
+        flat = self._params[run.sub_group]
+        elements = ElementRange(begin=run.begin, end=run.end, sub_group_numel=flat.numel())
+        on_host, param = self.sub_groups[run.sub_group].narrow(elements), elements.view(flat)
         if packing is not None:
             rounded = packing.on_host.narrow(0, offset, run.numel)
         elif not self._publishes:
-            rounded = narrowed_param
+            rounded = param
         else:
             # Without rounding, the masters are published themselves.
-            rounded = master if tensors.param is None else elements.view(tensors.param)
+            rounded = on_host.master if on_host.param is None else on_host.param
         return UnitPart(
             sub_group=run.sub_group,
             elements=elements,
             offset=offset,
-            master=master,
-            exp_avg=elements.view(tensors.exp_avg),
-            exp_avg_sq=elements.view(tensors.exp_avg_sq),
-            grad=elements.view(tensors.grad),
-            param=narrowed_param,
+            states=UpdatedStates(on_host.master, on_host.exp_avg, on_host.exp_avg_sq),
+            grad=on_host.grad,
+            param=param,
             rounded=rounded,
         )
 
@@ -230,10 +228,9 @@ class StateMemory:
         """
         for part in unit.parts:
             if part.rounded is part.param:
-                has_its_dtype = part.param.dtype == part.master.dtype
-                part.rounded = (
-                    part.master if has_its_dtype else self._device.empty_host(part.elements.numel, part.param.dtype)
-                )
+                master, dtype = part.states.master, part.param.dtype
+                has_its_dtype = dtype == master.dtype
+                part.rounded = master if has_its_dtype else self._device.empty_host(part.elements.numel, dtype)
         assert not (self._params_on_host and unit.is_on_accelerator), "ADOPT copies to an accelerator"
         known = self._shadows.get(ranges)
         if known is not None and (known.is_locked or not unit.is_on_accelerator):

@@ -167,7 +167,7 @@ def forking(engine: Any) -> Iterator[dict[str, Any]]:
 
     def forking_batch(case: Case, rank: int, micro_batch: int, dtype: torch.dtype) -> Any:
         if micro_batch == 3:
-            masters = [state.parts[0].master for state in engine.optimizer._running.memory.units]
+            masters = [state.parts[0].states.master for state in engine.optimizer._running.memory.units]
             child["pid"] = pid = os.fork()
             if pid == 0:
                 while True:

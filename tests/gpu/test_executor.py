@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange
+from deep_opt_states.device.kernels.adam import AdamTensors, ElementRange, UpdatedStates
 from deep_opt_states.device.slab import HostMemoryError
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitPart, UnitState
@@ -107,9 +107,7 @@ def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
             sub_group=len(states),
             elements=ElementRange.whole(param.numel()),
             offset=0,
-            master=on_host["master"],
-            exp_avg=on_host["exp_avg"],
-            exp_avg_sq=on_host["exp_avg_sq"],
+            states=UpdatedStates(**on_host),
             grad=tensors.grad,
             param=param,
             rounded=param,  # no unit is updated on the CPU
@@ -127,7 +125,8 @@ def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
         torch.cuda.synchronize()
         for index, (state, tensors) in enumerate(zip(states, reference, strict=True)):
             for name in ("param", *STATES):
-                found = getattr(state.parts[0], name)
+                part = state.parts[0]
+                found = part.param if name == "param" else getattr(part.states, name)
                 assert torch.equal(found.cuda(), getattr(tensors, name)), f"{name} of unit {index}"
     finally:
         executor.close()

@@ -62,8 +62,8 @@ def test_no_group_is_created_for_one_rank_or_for_nodes_that_differ() -> None:
 
 def measured(ranks: Ranks, group: ProcessGroup | str, *, reduces: bool = False) -> list[float]:
     assert not isinstance(group, str), group
-    prepare = partial(collective, HostDevice(), group, WHOLE_BYTES, "rate", reduces=reduces)
-    return [rates["rate"] for rates in sample(prepare, SMALL, ranks)]
+    prepare = partial(collective, HostDevice(), group, WHOLE_BYTES, "bytes_per_s", reduces=reduces)
+    return [rates["bytes_per_s"] for rates in sample(prepare, SMALL, ranks)]
 
 
 def results(group: ProcessGroup | str) -> list[Any]:

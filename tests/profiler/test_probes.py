@@ -32,17 +32,12 @@ def updates_of(memory: probes.HostStates) -> probes.Probe:
     return probes.host_updates(memory, "cpu_adam_params_per_s", FP32_STATES)
 
 
-def products(rows: int, small_rows: int) -> probes.Probe:
-    return probes.matrix_products(HostDevice(), {"matmul_flops_per_s": rows, "matmul_small_flops_per_s": small_rows})
-
-
 PROBES: dict[str, Callable[[], probes.Probe]] = {
     "host memory": lambda: probes.host_memory(states().slab),
     "training's Adam": lambda: updates_of(states(training_cpu_adam(probes.SUB_GROUPS, 2, ()))),
     "stock's Adam": lambda: probes.stock_updates(stock_cpu_adam(probes.SUB_GROUPS), states(), HostDevice()),
     "Adam on a device": lambda: probes.device_updates(HostDevice(), 8000, PlainAdam()),
-    "matrix products": lambda: products(64, 16),
-    "matrix products of one size": lambda: products(64, 64),
+    "matrix products": lambda: probes.matrix_products(HostDevice(), 64),
     "copies": lambda: probes.bandwidth(HostDevice(), [probes.h2d(HostDevice(), 4096)], 3, "bytes_per_s"),
 }
 

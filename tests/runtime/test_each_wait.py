@@ -54,7 +54,6 @@ WAITS = {
 }
 
 WITHOUT_A_NUMBER = {
-    "action_events.timeline-0": "the host waits before it reads times",
     "disk_states._transfer-0": "a disk; test_disk.py has two folders",
     "executor._keep_failure-0": "no update follows a failure",
     "executor.load_plan-1": "a disk; test_disk.py changes plans with reads in flight",
@@ -64,6 +63,7 @@ WITHOUT_A_NUMBER = {
     "issuer.finish_writes-0": "a disk; test_disk.py removes it",
     "issuer.on_thread-0": "the actions of one thread run in order; test_disk.py removes the waits of others",
     "issuer.on_thread-1": "the worker waits for no action of any plan; test_races.py draws such schedules",
+    "lanes.timeline-0": "the host waits before it reads times",
     "worker.__init__-0": "the thread only enters the device",
 }
 """The waits that change no number of a plan, or that other tests remove, with the reason."""

@@ -22,8 +22,7 @@ from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.resident_states import ResidentStates
-from deep_opt_states.runtime.shadow_states import ShadowStates
+from deep_opt_states.runtime.write_back import ResidentStates, ShadowStates
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload

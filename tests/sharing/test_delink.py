@@ -21,7 +21,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from deep_opt_states.cli.main import main
-from deep_opt_states.sharing.renaming import rename
+from deep_opt_states.sharing.delink import rename
 from tests.forked_child import exit_code_of_child
 from tests.ranks import on_ranks
 from tests.sharing.stack_model import BLOCK, SharingCase, Stack, make_engine, tokens, train

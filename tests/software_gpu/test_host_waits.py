@@ -59,7 +59,7 @@ ROWS = {
     "partition_parameters.py:_allgather_params_coalesced": ("step", "gather of the persistent parameters"),
     "stage3.py:independent_gradient_partition_epilogue": ("backward", "reduction of the gradients"),
 }
-REPORTS = ("exposure.py:phases", "action_events.py:timeline")
+REPORTS = ("exposure.py:phases", "lanes.py:timeline")
 """The report of the last update waits for its events, which have ended long before."""
 
 GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")

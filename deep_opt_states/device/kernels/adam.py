@@ -78,10 +78,10 @@ class ElementRange:
     def numel(self) -> int:
         return self.end - self.begin
 
-    def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return the view of this range, of shape [numel], of ``tensor``, which starts at element ``first``."""
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of this range, of shape [numel], of ``tensor``, which holds the sub-group or the range."""
         # A schedule makes many views per action, which take most of the time to issue. A whole tensor needs none.
-        return tensor if self.numel == tensor.numel() else tensor.narrow(0, self.begin - first, self.numel)
+        return tensor if self.numel == tensor.numel() else tensor.narrow(0, self.begin, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,9 @@ class AdamTensors:
     grad: torch.Tensor
     param: torch.Tensor | None
 
-    def narrow(self, element_range: ElementRange, first: int = 0) -> AdamTensors:
-        """Return views of ``element_range`` of these tensors, which start at element ``first`` of the sub-group."""
-        return self.map(lambda tensor: element_range.view(tensor, first))
+    def narrow(self, element_range: ElementRange) -> AdamTensors:
+        """Return views of ``element_range`` of these tensors of a sub-group."""
+        return self.map(element_range.view)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
         """Return the results of ``change`` for each tensor that is not None."""

@@ -18,10 +18,9 @@ from deep_opt_states.device.kernels.triton_adam import TritonAdam
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The kernel that updates on the CPU. For the fallback, ``arithmetic`` is None and ``why`` is the reason."""
+    """The kernel that updates on the CPU, and why it is the fallback; empty if it is not."""
 
     kernel: AdamKernel
-    arithmetic: Arithmetic | None
     why: str = ""
 
 
@@ -40,11 +39,10 @@ def cpu_adam(
     """
     try:
         arithmetic = known_arithmetic(dtypes)
-        kernel = FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores)
-        return ChosenKernel(kernel, arithmetic)
+        return ChosenKernel(FusedAdam(arithmetic, betas, adamw=adamw, num_threads=num_threads, cores=cores))
     except KernelUnavailable as unavailable:
         fallback = "Updates on the CPU fall back to DeepSpeedCPUAdam: the same bits, but three slower passes."
-        return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), None, f"{unavailable}\n{fallback}")
+        return ChosenKernel(StockAdam(num_sub_groups, betas, adamw=adamw), f"{unavailable}\n{fallback}")
 
 
 def gpu_adam(betas: tuple[float, float], *, adamw: bool, dtypes: StateDtypes = FP32_STATES) -> TritonAdam:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
+from importlib import metadata
 from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +26,6 @@ from deep_opt_states.device.kernels.adam import (
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
 from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
-from deep_opt_states.device.kernels.triton_import import triton_requirement
 
 ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another one for others."""
@@ -176,9 +176,15 @@ def _import_kernel() -> tuple[Any, dict[str, bool]]:
     except Exception as error:
         raise KernelUnavailable(
             f"The GPU Adam kernel needs Triton, which cannot be imported ({type(error).__name__}: {error}): "
-            f"pip install {triton_requirement()}"
+            f"pip install {_requirement()}"
         ) from error
     return triton_kernel.update, triton_kernel.OPTIONS
+
+
+def _requirement() -> str:
+    """Return the requirement of PyTorch, such as ``triton==3.6.0``, or ``triton`` if its build has none."""
+    requirements = [line.split(";")[0].strip() for line in metadata.requires("torch") or ()]
+    return next((line for line in requirements if line.startswith("triton=")), "triton")
 
 
 def _check(tensors: AdamTensors, device: torch.device, numel: int, skip: int) -> None:

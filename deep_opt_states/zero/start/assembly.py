@@ -276,7 +276,7 @@ def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tu
 
     The fallback cannot update a part of a sub-group with the same bits, so units are then whole sub-groups.
     """
-    if all(Ranks().gather(choice.arithmetic is not None)):
+    if all(Ranks().gather(not choice.why)):
         return config, True
     if config.rules.rules:
         raise Unsupported(

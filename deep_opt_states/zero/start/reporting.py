@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
-from deep_opt_states.device.cuda import gpu_name, reserved_bytes
+from deep_opt_states.device.cuda import reserved_bytes
 from deep_opt_states.host.machine import process_bytes
 from deep_opt_states.names import __version__
 from deep_opt_states.report.folder import RunWriter
@@ -76,7 +76,7 @@ class EngineProgress:
         return RunInfo(
             began=began,
             world_size=dist.get_world_size(),
-            accelerator=name if name == "cpu" else f"{name} ({gpu_name()})",
+            accelerator=name if name == "cpu" else f"{name} ({torch.cuda.get_device_name()})",
             software={
                 "deep_opt_states": __version__,
                 "deepspeed": deepspeed.__version__,

@@ -17,7 +17,7 @@ from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.resident_states import ResidentStates
+from deep_opt_states.runtime.write_back import ResidentStates
 from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.gathers import Gathers

@@ -1,4 +1,4 @@
-"""Keep the states of resident units on the accelerator: a write-back cache over their places in host memory.
+"""Keep states whose newest values are not where DeepSpeed finds them: on the accelerator, or in a second version.
 
 They are written back before any other code reads or writes optimizer states, and before a unit is updated elsewhere.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Stream
-from deep_opt_states.runtime.state import Resident, UnitState
+from deep_opt_states.runtime.state import Resident, Shadow, UnitState
 
 
 class ResidentStates:
@@ -62,6 +62,34 @@ class ResidentStates:
         """Discard the states on the accelerator, because the states in host memory may be newer."""
         for _, resident in self._units:
             resident.is_loaded = resident.is_updated = False
+
+    def close(self) -> None:
+        self._units.clear()
+
+
+class ShadowStates:
+    """The eager units of one executor. No update is in flight, and no step is speculated."""
+
+    def __init__(self) -> None:
+        self._units: list[tuple[UnitState, Shadow]] = []
+
+    def set_units(self, states: Sequence[UnitState]) -> None:
+        """Keep the eager units among ``states`` from now on."""
+        self._units = [(state, state.shadow) for state in states if state.shadow is not None]
+
+    def write_back(self) -> None:
+        """Copy current versions in shadows to the sub-groups' own memory, on this thread."""
+        for state, shadow in self._units:
+            if shadow.is_current:
+                for part, states in zip(state.parts, shadow.parts, strict=True):
+                    for own, newer in zip(part.states, states, strict=True):
+                        own.copy_(newer)
+                shadow.is_current = False
+
+    def invalidate(self) -> None:
+        """Discard the versions in shadows, because the states in the sub-groups' own memory may be newer."""
+        for _, shadow in self._units:
+            shadow.is_current = False
 
     def close(self) -> None:
         self._units.clear()
