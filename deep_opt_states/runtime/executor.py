@@ -22,7 +22,7 @@ from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
 from deep_opt_states.runtime.worker import HostThreads
-from deep_opt_states.runtime.write_back import ResidentStates, ShadowStates
+from deep_opt_states.runtime.write_back import StatesElsewhere
 from perf_model.prediction.timeline import Timeline
 from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
@@ -80,8 +80,7 @@ class Executor:
         self._device = device
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
-        self._residents = ResidentStates(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
-        self._shadows = ShadowStates()
+        self._elsewhere = StatesElsewhere(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
         # Where slots are host memory, both are the same kernel, whose step starts once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
@@ -140,8 +139,7 @@ class Executor:
         # First: the worker may run one of them.
         self._forget_speculations()
         self._actions.set_units(schedule, states)
-        self._residents.set_units(states)
-        self._shadows.set_units(states)
+        self._elsewhere.set_units(states)
         # The new memory is used on other streams than the one that it was reserved on.
         self._lanes.wait_for_new_memory()
         self._issuer.set_schedule(schedule)
@@ -153,7 +151,7 @@ class Executor:
         if self._failure is not None:
             return
         with self._keep_failure():
-            self._residents.load()
+            self._elsewhere.load()
             self._issuer.prefetch()
 
     @section
@@ -204,10 +202,8 @@ class Executor:
             self._forget_speculations()
         if self._failure is None:
             with self._keep_failure():
-                self._residents.write_back()
-                self._shadows.write_back()
-        self._residents.invalidate()
-        self._shadows.invalidate()
+                self._elsewhere.write_back()
+        self._elsewhere.invalidate()
 
     @section
     def begin(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
@@ -232,8 +228,8 @@ class Executor:
             # After the wait: kernels of the last update may still read the hyperparameters that are overwritten here.
             for kernel in self._kernels:
                 kernel.begin_step(steps)
-            self._residents.load()
-            self._residents.mark_updated()
+            self._elsewhere.load()
+            self._elsewhere.mark_updated()
             self._issuer.issue(self._issuer.first_of_caller)
 
     @property
@@ -350,8 +346,7 @@ class Executor:
         self._issuer.forget_prefetches()
         with suppress(Exception):
             self._forget_speculations()
-        self._residents.invalidate()
-        self._shadows.invalidate()
+        self._elsewhere.invalidate()
 
     def close(self) -> None:
         """End the threads, and free the slots. The executor cannot be used afterwards."""
@@ -369,8 +364,7 @@ class Executor:
         with suppress(Exception):
             self._lanes.drain()
         self._actions.close()
-        self._residents.close()
-        self._shadows.close()
+        self._elsewhere.set_units(())
 
     @contextmanager
     def _keep_failure(self) -> Iterator[None]:

@@ -114,11 +114,10 @@ class Issuer:
         """Issue the first prefetch into each slot, and the first read into each disk slot, for the next update."""
         # After a step in vain, the next one may be in vain also, with other slots.
         for action in self._first_prefetches if self.schedule is self._planned else ():
-            if action.name not in self._prefetched and action.lane.is_thread:
+            if not action.lane.is_thread:
+                self._issue_early(action)
+            elif action.name not in self._early_reads:
                 self._early_reads[action.name] = self._submit(action, self._next_events, self.events.writes)
-            elif action.name not in self._prefetched:
-                self._on_stream(action, self._next_events)
-            self._prefetched.add(action.name)
 
     def speculate(self, unit: int, ready: Event | None, reduced: Event) -> None:
         """Run the step of ``unit`` in the next update ahead: the worker after ``ready``, a stream after ``reduced``."""

@@ -14,7 +14,7 @@ from deep_opt_states.device.kernels.adam import FP32_STATES, AdamTensors, Elemen
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime.disk_states import DiskStates
 from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
-from perf_model.schedule.host_layout import Widths, aligned, slab_tensors
+from perf_model.schedule.host_layout import Widths, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Range, Unit, Workload
@@ -74,6 +74,7 @@ class StateMemory:
         self.sub_groups = self._lay_out()
         self.units: list[UnitState] = []
         self._packing: Packing | None = None
+        """The memory of the persistent unit, the same for every plan."""
         self._shadows: dict[tuple[Range, ...], Shadow] = {}
         """The memory of the eager units, by their ranges. Another plan with the same units keeps it."""
 
@@ -83,7 +84,9 @@ class StateMemory:
         States on the accelerator and in shadows were written back. Raise the device's out-of-memory error, or
         ``HostMemoryError`` if the host cannot provide the shadows; then nothing has changed.
         """
-        staging = self._reserve_staging(plan)
+        # Updates on the accelerator cannot write parameters in host memory in place.
+        staging_numel = plan.largest_on_accelerator if self._params_on_host else 0
+        staging = self._device.empty(staging_numel, self._params[0].dtype) if staging_numel else None
         placed = zip(plan.workload.units, plan.placements, strict=True)
         units = [self._unit(unit, placement, staging) for unit, placement in placed]
         shadows = {plan.workload.units[unit].ranges: units[unit] for unit in plan.eager}
@@ -131,13 +134,14 @@ class StateMemory:
 
         A copy engine accepts no memory of which only a part is page-locked.
         """
-        if self.disk is not None:
-            self._slab.unlock()
+        if self.disk is None:
+            yield
+            return
+        self._slab.unlock()
         try:
             yield
         finally:
-            if self.disk is not None:
-                self._slab.lock()
+            self._slab.lock()
 
     @property
     def untouched(self) -> list[AdamTensors]:
@@ -169,7 +173,11 @@ class StateMemory:
         return [AdamTensors(param=named.pop("rounded", None), **named) for named in tensors]
 
     def _unit(self, unit: Unit, placement: Placement, staging: torch.Tensor | None) -> UnitState:
-        packing = self._reserve_packing(unit) if unit.is_persistent and self._publishes else None
+        is_packed = unit.is_persistent and self._publishes
+        if is_packed and self._packing is None:
+            dtype = self._params[0].dtype
+            self._packing = Packing(self._device.empty_host(unit.length, dtype), self._device.empty(unit.length, dtype))
+        packing = self._packing if is_packed else None
         parts = [self._part(*placed, packing) for placed in zip(unit.ranges, unit.offsets, strict=True)]
         disk = self.disk.units[unit.ranges] if self.disk is not None and unit.is_on_disk else None
         state = UnitState(placement=placement, parts=parts, packing=packing, disk=disk)
@@ -204,23 +212,6 @@ class StateMemory:
             rounded=rounded,
         )
 
-    def _reserve_packing(self, unit: Unit) -> Packing:
-        """Return the memory that persistent parameters are published through, the same for every plan."""
-        if self._packing is None:
-            dtype = self._params[0].dtype
-            on_host, on_accelerator = (
-                empty(unit.length, dtype) for empty in (self._device.empty_host, self._device.empty)
-            )
-            self._packing = Packing(on_host, on_accelerator)
-        return self._packing
-
-    def _reserve_staging(self, plan: UpdatePlan) -> torch.Tensor | None:
-        """Return accelerator memory for the parameters of one unit, if updates there cannot write them in place."""
-        numel = plan.largest_on_accelerator if self._params_on_host else 0
-        if numel == 0:
-            return None
-        return self._device.empty(numel, self._params[0].dtype)
-
     def _shadow(self, ranges: tuple[Range, ...], unit: UnitState) -> Shadow:
         """Return memory for the second version of an eager unit's states, and let its steps leave ``param`` alone.
 
@@ -239,20 +230,14 @@ class StateMemory:
         return Shadow(versions, unit.is_on_accelerator)
 
     def _second_version(self, part: UnitPart, *, is_locked: bool) -> UpdatedStates:
-        numel, dtypes = part.elements.numel, self.dtypes.by_name
-        # A copy engine uses all states of a streamed unit, and of a CPU unit masters that are published.
-        locked = [name for name in dtypes if is_locked or (name == "master" and part.publishes_master)]
-        locked = locked if self._publishes else []
-        pageable = [name for name in dtypes if name not in locked]
-        states = {}
-        for names, reserve in ((locked, self._device.host_slab), (pageable, HostSlab)):
-            if names:
-                slab, offset_bytes = reserve(sum(aligned(numel * dtypes[name].itemsize) for name in names)), 0
-                for name in names:
-                    states[name] = slab.tensor(offset_bytes, numel, dtypes[name])
-                    offset_bytes += aligned(numel * dtypes[name].itemsize)
-                if names is locked:
-                    slab.lock()
+        states, numel = {}, part.elements.numel
+        for name, dtype in self.dtypes.by_name.items():
+            # A copy engine uses all states of a streamed unit, and of a CPU unit masters that are published.
+            is_copied = self._publishes and (is_locked or (name == "master" and part.publishes_master))
+            slab = (self._device.host_slab if is_copied else HostSlab)(numel * dtype.itemsize)
+            states[name] = slab.tensor(0, numel, dtype)
+            if is_copied:
+                slab.lock()
         return UpdatedStates(**states)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:

@@ -22,7 +22,7 @@ from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.executor import Executor, Waiter
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.write_back import ResidentStates, ShadowStates
+from deep_opt_states.runtime.write_back import StatesElsewhere
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import STATES, Range, Unit, Workload
@@ -149,7 +149,7 @@ def test_leaving_out_a_copy_or_a_mark_of_the_resident_states_is_a_fault() -> Non
     ]
     assert faults_of(partial(is_right, MODEL, iterations)) == []
     for method in ("load", "mark_updated", "write_back", "invalidate"):
-        with mock.patch.object(ResidentStates, method):
+        with mock.patch.object(StatesElsewhere, method):
             assert faults_of(partial(is_right, MODEL, iterations)), method
 
 
@@ -158,7 +158,7 @@ LEFT_OUT: dict[str, tuple[type, str, Callable[..., None]]] = {
     "no COMMIT": (Actions, "_commit", lambda actions, action: None),
     "all are kept": (Issuer, "keep_speculations", lambda issuer, is_valid: KEEP(issuer, lambda unit: True)),
     "none is forgotten": (Executor, "_forget_speculations", lambda executor: None),
-    "no version is written back": (ShadowStates, "write_back", lambda shadows: None),
+    "no version is written back": (StatesElsewhere, "_write_back_shadows", lambda states: None),
 }
 
 

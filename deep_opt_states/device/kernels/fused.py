@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -72,8 +72,7 @@ class FusedAdam(AdamKernel):
         described = []
         for update in updates:
             description = self._describe(update.tensors, update.element_range, update.updated)
-            scalars = self._scalars[update.sub_group]
-            description.scalars = CScalars(**{field.name: getattr(scalars, field.name) for field in fields(scalars)})
+            description.scalars = CScalars(**vars(self._scalars[update.sub_group]))
             described.append(description)
         self._library.update(described, self._instruction_set)
 
@@ -87,8 +86,7 @@ class FusedAdam(AdamKernel):
         if updated is None:
             updated = UpdatedStates(tensors.master, tensors.exp_avg, tensors.exp_avg_sq)
         else:
-            master, exp_avg, exp_avg_sq = updated
-            new = replace(tensors, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+            new = replace(tensors, **updated._asdict())
             _check(new, element_range.numel)
             assert StateDtypes.found_in(new) == StateDtypes.found_in(tensors)
         return CUpdate(

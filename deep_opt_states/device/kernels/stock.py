@@ -34,7 +34,8 @@ class StockAdam(AdamKernel):
         self._empty = _empty(0)
         self._num_sub_groups = num_sub_groups
         self._ids: list[int] = []
-        self._scaled = _ScaledGradient()
+        self._scaled = threading.local()
+        """Memory for a scaled gradient per thread: on the CPU accelerator, two threads update with one kernel."""
         weakref.finalize(self, _destroy, self._op, self._ids)
         self.restart()
 
@@ -64,12 +65,15 @@ class StockAdam(AdamKernel):
 
     def scaled_gradient(self, grad: torch.Tensor, grad_scale: float, dtype: torch.dtype) -> torch.Tensor:
         """Return the scaled gradient in ``dtype``, in memory that this thread's next call overwrites."""
-        return self._scaled.memory(grad.numel(), dtype).copy_(grad).mul_(grad_scale)
+        memory = getattr(self._scaled, "memory", self._empty)
+        if memory.numel() < grad.numel() or memory.dtype != dtype:
+            memory = self._scaled.memory = _empty(grad.numel(), dtype)
+        return memory.narrow(0, 0, grad.numel()).copy_(grad).mul_(grad_scale)
 
     def close(self) -> None:
         """Free the memory, and the op objects, which DeepSpeed's module would keep until the process ends."""
         _destroy(self._op, self._ids)
-        self._scaled = _ScaledGradient()
+        self._scaled = threading.local()
 
     def _create(self) -> int:
         # DeepSpeed's own objects take their numbers from the same counter.
@@ -91,18 +95,6 @@ class StockAdam(AdamKernel):
             step.bias_correction,
             *tensors,
         )
-
-
-class _ScaledGradient(threading.local):
-    """Memory for a scaled gradient per thread: on the CPU accelerator, two threads update with one kernel."""
-
-    def __init__(self) -> None:
-        self._memory = _empty(0)
-
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._memory.numel() < numel or self._memory.dtype != dtype:
-            self._memory = _empty(numel, dtype)
-        return self._memory.narrow(0, 0, numel)
 
 
 def _empty(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

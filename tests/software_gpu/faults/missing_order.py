@@ -17,7 +17,7 @@ from deep_opt_states.runtime import executor
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
-from deep_opt_states.runtime.write_back import ResidentStates
+from deep_opt_states.runtime.write_back import StatesElsewhere
 from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.gathers import Gathers
@@ -155,19 +155,19 @@ backward_does_not_wait = combined(
 """Remove backward's waits for the update in both of its hooks, and prefetch and forget gradients in spite of it."""
 
 
-def resident_states_with(fault: Callable[[ResidentStates], object]) -> Callable[[], AbstractContextManager[object]]:
-    def initialize(self: ResidentStates, original: Any, *args: Any) -> None:
+def resident_states_with(fault: Callable[[StatesElsewhere], object]) -> Callable[[], AbstractContextManager[object]]:
+    def initialize(self: StatesElsewhere, original: Any, *args: Any) -> None:
         original(self, *args)
         fault(self)
 
-    return replaced(ResidentStates, "__init__", initialize)
+    return replaced(StatesElsewhere, "__init__", initialize)
 
 
-def compute_does_not_wait_for_the_load(residents: ResidentStates) -> None:
+def compute_does_not_wait_for_the_load(residents: StatesElsewhere) -> None:
     residents._compute = mock.Mock(wait=do_nothing)
 
 
-def does_not_wait_for_the_write_back(residents: ResidentStates) -> None:
+def does_not_wait_for_the_write_back(residents: StatesElsewhere) -> None:
     residents._written.synchronize = do_nothing
 
 

@@ -235,7 +235,7 @@ def test_a_failure_between_two_updates_stops_every_rank_and_a_checkpoint_recover
             must_raise_everywhere(lambda: step(engine))
         must_recover(engine, folder)
         param = next(engine.module.parameters())
-        with failing_method(executor._residents, "write_back"):
+        with failing_method(executor._elsewhere, "write_back"):
             must_raise_everywhere(lambda: safe_get_full_fp32_param(param))
         must_recover(engine, folder)
 
