@@ -115,7 +115,7 @@ class Results:
             "cores": usable_cores(),
             "host_memory_bytes": machine.memory().usable_bytes,
             "gpu": None if gpu is None else gpu.name,
-            "gpu_memory_bytes": None if gpu is None else gpu.memory_bytes,
+            "gpu_memory_bytes": None if gpu is None else gpu.total_memory,
             "versions": {"python": platform.python_version()} | _versions(),
         }
         self._setting: Mapping[str, object] | None = None

@@ -126,7 +126,7 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
         show(f"{origin.ranks} ranks together on each node{nodes}; each figure is of the slowest rank")
     show(f"{origin.gpu or 'no GPU'}, torch {origin.torch}, DeepSpeed {origin.deepspeed}, {origin.date}")
     table = new_table(("quantity", "median", "20th to 80th", "unit"), left=("quantity", "unit"), gap=2)
-    reasons: list[str] = []
+    reasons = list(dict.fromkeys(found.waived for found in profile.measurements.values() if found.waived is not None))
     for name, measurement in profile.measurements.items():
         table.add_row(*_row(name, measurement, reasons))
     show(table)
@@ -135,10 +135,8 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
 
 
 def _row(quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:
-    """Return the cells of a row. The reason of a waived quantity is added to ``reasons``."""
+    """Return the cells of a row, with the number of its reason for a waived quantity."""
     if measurement.waived is not None:
-        if measurement.waived not in reasons:
-            reasons.append(measurement.waived)
         return Text(quantity), Text("WAIVED", "yellow"), Text(""), Text(f"({reasons.index(measurement.waived) + 1})")
     units = next(UNITS[ending] for ending in UNITS if quantity.endswith(ending))
     scale = next((scale for scale in units if measurement.median >= scale), min(units))

@@ -27,14 +27,6 @@ class HostMemory:
         return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """The name and the memory of a GPU."""
-
-    name: str
-    memory_bytes: int
-
-
 def memory() -> HostMemory:
     """Return the memory of the host and of this process's cgroup."""
     import psutil
@@ -79,13 +71,9 @@ def cores_of(
 
 def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """Return the NUMA node of the current GPU of this process; None if there is no GPU or its node is unknown."""
-    import torch
-
-    if not has_cuda():
+    if (found := gpu()) is None:
         return None
-    # PyTorch's stubs lack these attributes.
-    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         node = int(_text(devices / place / "numa_node"))
     except ValueError:
@@ -135,14 +123,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def gpu() -> Gpu | None:
-    """Return the current GPU of this process; None if PyTorch finds none."""
+def gpu() -> Any:
+    """Return PyTorch's properties of the current GPU of this process; None if it finds none."""
     import torch
 
-    if not has_cuda():
-        return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Gpu(properties.name, properties.total_memory)
+    return torch.cuda.get_device_properties(torch.cuda.current_device()) if has_cuda() else None
 
 
 def driver_version(loaded: Path = Path("/sys/module/nvidia/version")) -> str:

@@ -81,7 +81,7 @@ def fingerprint(provenance: Provenance, effort: ProbeEffort, world_size: int, wo
         "world_size": world_size,
         "host_memory_bytes": machine.memory().usable_bytes,
         "last_level_cache_bytes": machine.last_level_cache_bytes(),
-        "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
+        "gpu_memory_bytes": gpu.total_memory if gpu else None,
         "works_with": works_with,
         "effort": asdict(effort),
         "versions": [VERSION, METHOD],

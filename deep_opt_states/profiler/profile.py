@@ -181,7 +181,7 @@ def measure(
         return {
             "name": platform.node(),
             "provenance": describe(on_accelerator=device is not None, ranks_on_node=on_node, threads=threads),
-            "gpu_memory_bytes": gpu.memory_bytes if gpu else None,
+            "gpu_memory_bytes": gpu.total_memory if gpu else None,
             "host_memory_bytes": machine.memory().usable_bytes,
             "gpu_peak_flops": peak_flops(gpu.name) if gpu else None,
         }

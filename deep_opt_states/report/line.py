@@ -99,16 +99,6 @@ class UpdateReporter:
         windows = self._plan.read_windows()
         return None if windows is None or windows.forward_s <= 0 else windows.forward_s
 
-    def _slowed_forward(self) -> Iterator[str]:
-        """Yield how much longer forward took alongside updates than without, unless that is unknown."""
-        windows, alone_s = self._plan.read_windows(), self.forward_alone_s
-        beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
-        if windows is not None and alone_s is not None and beside_s > 0:
-            yield (
-                f"forward took {seconds(beside_s)} alongside updates and {seconds(alone_s)} without: "
-                f"{beside_s / alone_s - 1:+.0%} ({windows.slowdown})"
-            )
-
     def _summary(self) -> Iterator[str]:
         """Yield the summary of the updates in at most eight lines: two of seconds, forward, the plan and its memory."""
         rows = self.comparison()
@@ -118,7 +108,13 @@ class UpdateReporter:
         for of_line in (of_model, [row for row in rows if row not in of_model]):
             if of_line:
                 yield "; ".join(map(str, of_line))
-        yield from self._slowed_forward()
+        windows = self._plan.read_windows()
+        beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
+        if windows is not None and windows.forward_s > 0 and beside_s > 0:
+            yield (
+                f"forward took {seconds(beside_s)} alongside updates and {seconds(windows.forward_s)} without: "
+                f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
+            )
         yield from self._plan.description
 
     def close(self) -> None:

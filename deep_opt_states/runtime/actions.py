@@ -73,18 +73,13 @@ class Actions:
 
         If the device raises its out-of-memory error, nothing has changed. No stream may still use a slot that is freed.
         """
-        dtypes = StateDtypes.found_in(states[0].parts[0].states)
-        kept = [
-            slot
-            for slot in self._slots
-            if slot.master.numel() == schedule.slot_numel and StateDtypes.found_in(slot) == dtypes
-        ]
-        added = range(len(kept), schedule.num_slots)
-        slots = [*kept, *(Slot.reserve(self._device, schedule.slot_numel, dtypes) for _ in added)]
-        param_dtype, num_rounded = states[0].parts[0].param.dtype, schedule.num_slots if schedule.adopts else 0
-        rounded = [each for each in self._rounded if each.numel() == schedule.slot_numel and each.dtype == param_dtype]
-        added = range(len(rounded), num_rounded)
-        rounded += [self._device.empty(schedule.slot_numel, param_dtype) for _ in added]
+        part, numel = states[0].parts[0], schedule.slot_numel
+        dtypes = StateDtypes.found_in(part.states)
+        slots = [slot for slot in self._slots if slot.master.numel() == numel and StateDtypes.found_in(slot) == dtypes]
+        slots += [Slot.reserve(self._device, numel, dtypes) for _ in range(len(slots), schedule.num_slots)]
+        num_rounded = schedule.num_slots if schedule.adopts else 0
+        rounded = [each for each in self._rounded if each.numel() == numel]
+        rounded += [self._device.empty(numel, part.param.dtype) for _ in range(len(rounded), num_rounded)]
         self._states, self._slots, self._rounded = states, slots[: schedule.num_slots], rounded[:num_rounded]
         self._shift = 0
         self._forget_views()

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -104,7 +105,7 @@ def virtual_profile(
 
 @pytest.mark.P5
 def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("NVIDIA H100 PCIe", 80 * 2**30))
+    monkeypatch.setattr(machine, "gpu", lambda: SimpleNamespace(name="NVIDIA H100 PCIe", total_memory=80 * 2**30))
     threads = threading.active_count()
     profile = virtual_profile(device)
     assert profile.gpu_peak_flops == 756e12

@@ -171,9 +171,7 @@ class AdamKernel(ABC):
 
     def zero(self, tensors: AdamTensors) -> None:
         """Zero all tensors. The C++ kernel does so on all its threads, whose first touch places the pages."""
-        for tensor in vars(tensors).values():
-            if tensor is not None:
-                tensor.zero_()
+        tensors.map(torch.Tensor.zero_)
 
     def close(self) -> None:
         """Free the resources that are not freed with the object."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 
 import torch
@@ -12,8 +11,6 @@ import torch
 from deep_opt_states.device.kernels.adam import (
     FP32_STATES,
     STATES,
-    AdamKernel,
-    AdamStep,
     AdamTensors,
     ElementRange,
     RangeUpdate,
@@ -22,10 +19,10 @@ from deep_opt_states.device.kernels.adam import (
 )
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, CScalars, CUpdate, InstructionSet, library
-from deep_opt_states.device.kernels.scalars import BetaPowers, Scalars
+from deep_opt_states.device.kernels.scalars import OnePassAdam, Scalars
 
 
-class FusedAdam(AdamKernel):
+class FusedAdam(OnePassAdam[CScalars]):
     """The C++ kernel on ``num_threads`` threads, the i-th on ``cores[i]`` unless ``cores`` is empty.
 
     It does not hold the GIL. Raise ``KernelUnavailable`` if it can be neither loaded nor compiled.
@@ -41,38 +38,24 @@ class FusedAdam(AdamKernel):
         cores: Sequence[int] = (),
         instruction_set: InstructionSet | None = None,
     ) -> None:
+        super().__init__(arithmetic, betas, adamw=adamw)
         assert not cores or len(cores) == num_threads
         self._library = library()
         self._instruction_set = self._library.instruction_set if instruction_set is None else instruction_set
         assert self._instruction_set <= self._library.instruction_set
-        self._arithmetic = arithmetic
-        self._betas, self._adamw = betas, adamw
         self.num_threads = num_threads
         # The kernel reads this array through a pointer, which keeps no reference.
         self._cores = (ctypes.c_int32 * len(cores))(*cores) if cores else None
-        self.restart()
 
-    def restart(self) -> None:
-        self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
-        self._scalars: list[Scalars] = []
-
-    def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        self._scalars = self._powers.scalars(steps)
-
-    def assume_step(self, steps: Sequence[AdamStep]) -> None:
-        # The powers of beta go on from the last step that was begun.
-        self._scalars = copy(self._powers).scalars(steps)
-
-    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        element_range = element_range or ElementRange.whole(tensors.master.numel())
-        self.update_ranges([RangeUpdate(sub_group=sub_group, tensors=tensors, element_range=element_range)])
+    def _arguments_of(self, scalars: Scalars) -> CScalars:
+        return CScalars(**vars(scalars))
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
         """Update all ranges in one call, which wakes the threads once, or not at all for few elements."""
         described = []
         for update in updates:
             description = self._describe(update.tensors, update.element_range, update.updated)
-            description.scalars = CScalars(**vars(self._scalars[update.sub_group]))
+            description.scalars = self._arguments[update.sub_group]
             described.append(description)
         self._library.update(described, self._instruction_set)
 

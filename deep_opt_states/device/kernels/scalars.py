@@ -8,13 +8,17 @@ after a second call with the same step. The order of stock's calls thus changes 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from deep_opt_states.device.kernels.adam import AdamStep
+from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors, ElementRange, RangeUpdate
+from deep_opt_states.device.kernels.arithmetic import Arithmetic
 
 
 class Decay(IntEnum):
@@ -101,3 +105,34 @@ class BetaPowers:
 
 def _power(beta: np.float32, step: int) -> np.float32:
     return np.float32(math.pow(float(beta), step))
+
+
+ArgumentsT = TypeVar("ArgumentsT")
+
+
+class OnePassAdam(AdamKernel, Generic[ArgumentsT]):
+    """A kernel of ours, which passes ``ArgumentsT`` of the numbers of a sub-group's step with each of its ranges."""
+
+    def __init__(self, arithmetic: Arithmetic, betas: tuple[float, float], *, adamw: bool) -> None:
+        self._arithmetic = arithmetic
+        self._betas, self._adamw = betas, adamw
+        self.restart()
+
+    @abstractmethod
+    def _arguments_of(self, scalars: Scalars) -> ArgumentsT:
+        """Return ``scalars`` as the kernel receives them."""
+
+    def restart(self) -> None:
+        self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
+        self._arguments: list[ArgumentsT] = []
+
+    def begin_step(self, steps: Sequence[AdamStep]) -> None:
+        self._arguments = [self._arguments_of(scalars) for scalars in self._powers.scalars(steps)]
+
+    def assume_step(self, steps: Sequence[AdamStep]) -> None:
+        # The powers of beta go on from the last step that was begun.
+        self._arguments = [self._arguments_of(scalars) for scalars in copy(self._powers).scalars(steps)]
+
+    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
+        element_range = element_range or ElementRange.whole(tensors.master.numel())
+        self.update_ranges([RangeUpdate(sub_group=sub_group, tensors=tensors, element_range=element_range)])

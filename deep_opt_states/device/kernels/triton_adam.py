@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, fields
 from importlib import metadata
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,8 +15,6 @@ import torch
 from deep_opt_states.device.kernels.adam import (
     FP32_STATES,
     STATES,
-    AdamKernel,
-    AdamStep,
     AdamTensors,
     ElementRange,
     RangeUpdate,
@@ -25,7 +22,10 @@ from deep_opt_states.device.kernels.adam import (
 )
 from deep_opt_states.device.kernels.arithmetic import Arithmetic
 from deep_opt_states.device.kernels.library import DTYPES, KernelUnavailable
-from deep_opt_states.device.kernels.scalars import BetaPowers, Decay, Scalars
+from deep_opt_states.device.kernels.scalars import Decay, OnePassAdam, Scalars
+
+_Operands: TypeAlias = tuple[tuple[int], tuple[Any, ...]]
+"""The arguments of a launch that are the same in each step: its grid, and the positional ones."""
 
 ALIGNMENT_BYTES = 16
 """Triton compiles one kernel for pointers that are multiples of this, and another one for others."""
@@ -40,14 +40,7 @@ class BlockShape:
     warps: int = 8
 
 
-class _Operands(NamedTuple):
-    """The arguments of a launch that are the same in each step."""
-
-    grid: tuple[int]
-    positional: tuple[Any, ...]
-
-
-class TritonAdam(AdamKernel):
+class TritonAdam(OnePassAdam[dict[str, Any]]):
     """The Triton kernel, launched on the current CUDA stream. An update neither allocates nor synchronises.
 
     The states of a sub-group must start at multiples of 16 bytes. A step compiles only for dtypes that ``compile`` was
@@ -63,14 +56,12 @@ class TritonAdam(AdamKernel):
         device: torch.device,
         block: BlockShape | None = None,
     ) -> None:
+        super().__init__(arithmetic, betas, adamw=adamw)
         self._kernel, self._options = _import_kernel()
-        self._arithmetic = arithmetic
-        self._betas, self._adamw = betas, adamw
         self._device = device
         self._block = block or BlockShape()
         self._operands: WeakKeyDictionary[RangeUpdate, _Operands] = WeakKeyDictionary()
         """Operands of earlier steps: checks and views would take longer than the launch."""
-        self.restart()
 
     def compile(
         self,
@@ -87,26 +78,12 @@ class TritonAdam(AdamKernel):
         try:
             for grad_dtype, param_dtype, *offsets in product(grad_dtypes, param_dtypes, (0, 1), (0, 1)):
                 example = self._example(states, grad_dtype, param_dtype, *offsets)
-                self._launch(self._keywords(zeros), self._operands_of(example, numel=0, cut=0))
+                self._launch(self._arguments_of(zeros), self._operands_of(example, numel=0, cut=0))
         except Exception as error:
             raise KernelUnavailable(
                 f"Triton cannot compile the GPU Adam kernel ({type(error).__name__}: {error}); it needs a CUDA GPU "
                 f"of compute capability 8.0 or later and a C compiler (apt-get install gcc)."
             ) from error
-
-    def restart(self) -> None:
-        self._powers = BetaPowers(self._betas, adamw=self._adamw, pow_when_repeated=self._arithmetic.pow_when_repeated)
-        self._arguments: list[dict[str, Any]] = []
-
-    def begin_step(self, steps: Sequence[AdamStep]) -> None:
-        self._arguments = [self._keywords(scalars) for scalars in self._powers.scalars(steps)]
-
-    def assume_step(self, steps: Sequence[AdamStep]) -> None:
-        self._arguments = [self._keywords(scalars) for scalars in copy(self._powers).scalars(steps)]
-
-    def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        element_range = element_range or ElementRange.whole(tensors.master.numel())
-        self._launch(self._arguments[sub_group], self._derive(tensors, element_range))
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
         """Update each range by a launch of its own."""
@@ -129,9 +106,9 @@ class TritonAdam(AdamKernel):
     def _operands_of(self, tensors: AdamTensors, *, numel: int, cut: int, skip: int = 0) -> _Operands:
         programs = max(1, -(-numel // self._block.elements))
         pointers = (tensors.master, tensors.exp_avg, tensors.exp_avg_sq, tensors.grad, tensors.param)
-        return _Operands((programs,), (*pointers, numel, cut, skip))
+        return (programs,), (*pointers, numel, cut, skip)
 
-    def _keywords(self, scalars: Scalars) -> dict[str, Any]:
+    def _arguments_of(self, scalars: Scalars) -> dict[str, Any]:
         # Triton passes a float as fp32, without loss here.
         numbers = {name: float(value) for name, value in vars(scalars).items() if name != "decay_kind"}
         return {
@@ -144,7 +121,8 @@ class TritonAdam(AdamKernel):
         }
 
     def _launch(self, keywords: dict[str, Any], operands: _Operands) -> None:
-        self._kernel[operands.grid](*operands.positional, **keywords)
+        grid, positional = operands
+        self._kernel[grid](*positional, **keywords)
 
     def _example(
         self,
