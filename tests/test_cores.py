@@ -12,7 +12,7 @@ import torch
 from deep_opt_states.config import ConfigError
 from deep_opt_states.host import machine
 from deep_opt_states.host.cores import CoreShare, RankPlace, choose_cores, format_cpu_list, part_of_quota
-from deep_opt_states.host.machine import Core, cores_of, gpu_node, parse_cpu_list
+from deep_opt_states.host.machine import Core, cores_of, gpu_node
 
 
 def write(path: Path, text: str) -> None:
@@ -56,9 +56,10 @@ def test_the_numa_node_of_a_gpu_is_read(
         assert gpu_node(tmp_path) == (node if has_cuda else None)
 
 
-def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel() -> None:
+def test_cpu_lists_are_parsed_and_formatted_as_by_the_kernel(tmp_path: Path) -> None:
     for text, cpus in {"0-2,8,10-11": (0, 1, 2, 8, 10, 11), "7": (7,), "": ()}.items():
-        assert parse_cpu_list(f"{text}\n") == cpus
+        write(tmp_path / "list", text)
+        assert machine._list_in(tmp_path / "list") == cpus
         assert format_cpu_list(reversed(cpus)) == text
 
 

@@ -42,7 +42,6 @@ class HostDevice:
     """The CPU as an accelerator, whose memory is host memory."""
 
     shares_host_memory = True
-    runs_when_issued = True
 
     def enter_thread(self) -> None:
         pass

@@ -59,7 +59,6 @@ class CudaDevice:
     """
 
     shares_host_memory = False
-    runs_when_issued = False
 
     def __init__(self, index: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._device = torch.device("cuda", index)

@@ -49,11 +49,7 @@ class Device(Protocol[EventT]):
 
     @property
     def shares_host_memory(self) -> bool:
-        """Return whether the CPU can write to the memory that the accelerator computes with."""
-
-    @property
-    def runs_when_issued(self) -> bool:
-        """Return whether operations run on the thread that issues them, so that nothing is ever queued."""
+        """Return whether the accelerator is the CPU, which runs operations when they are issued."""
 
     def enter_thread(self) -> None:
         """Make this device current on the calling thread. Call this before the thread waits for any of its events."""
@@ -77,10 +73,7 @@ class Device(Protocol[EventT]):
         """Return host memory for many tensors. Once it is locked, ``copy`` moves it without blocking the host."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy within the accelerator, or between it and the host, on the current stream. Convert if the dtypes differ.
-
-        A device with queues for copies divides large ones, so that small copies of other streams overtake them.
-        """
+        """Copy on the current stream, within the accelerator or between it and the host, also to another dtype."""
 
     def occupy(self, seconds: float) -> None:
         """Keep the current stream busy for about ``seconds``."""

@@ -99,10 +99,7 @@ class HostSlab:
         return memoryview(self._memory)[offset_bytes : offset_bytes + size_bytes]
 
     def map_file(self, fd: int, offset_bytes: int, size_bytes: int) -> None:
-        """Replace whole pages by the same pages of the file ``fd``.
-
-        They are not locked, and their contents are shared with the file. Raise ``HostMemoryError``.
-        """
+        """Replace whole pages by the same pages of the file ``fd``, which are not locked. Raise ``HostMemoryError``."""
         assert self._memory is not None
         address, flags = self._address + offset_bytes, mmap.MAP_SHARED | _MAP_FIXED
         found = _libc.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset_bytes)

@@ -15,16 +15,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of the host, the part that is available now, and the limit of the cgroup; None if unlimited."""
+    """The smaller of the host's memory and the cgroup's limit, and the host's memory that is available now."""
 
-    total_bytes: int
+    usable_bytes: int
     available_bytes: int
-    limit_bytes: int | None
-
-    @property
-    def usable_bytes(self) -> int:
-        """Return the smaller of the host's memory and the cgroup's limit."""
-        return self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
 
 
 def memory() -> HostMemory:
@@ -32,7 +26,8 @@ def memory() -> HostMemory:
     import psutil
 
     host = psutil.virtual_memory()
-    return HostMemory(host.total, host.available, memory_limit_bytes(cgroup_folders("memory")))
+    limit_bytes = memory_limit_bytes(cgroup_folders("memory"))
+    return HostMemory(host.total if limit_bytes is None else min(host.total, limit_bytes), host.available)
 
 
 def process_bytes() -> int | None:
@@ -82,15 +77,6 @@ def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     return node if node >= 0 else None
 
 
-def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parse the kernel's format of a list: ``"0-2,8"`` gives (0, 1, 2, 8). Raise ``ValueError`` for anything else."""
-    cpus: list[int] = []
-    for part in text.strip().split(",") if text.strip() else ():
-        first, _, last = part.partition("-")
-        cpus.extend(range(int(first), int(last or first) + 1))
-    return tuple(cpus)
-
-
 def _text(file: Path) -> str:
     """Return the text of a file of the kernel, empty if it is missing or a sandbox does not let this user read it."""
     try:
@@ -100,10 +86,15 @@ def _text(file: Path) -> str:
 
 
 def _list_in(file: Path) -> tuple[int, ...]:
+    """Return a list in the kernel's format: ``0-2,8`` gives (0, 1, 2, 8), and any other text gives ()."""
+    cpus: list[int] = []
     try:
-        return parse_cpu_list(_text(file))
+        for part in filter(None, _text(file).split(",")):
+            first, _, last = part.partition("-")
+            cpus.extend(range(int(first), int(last or first) + 1))
     except ValueError:
         return ()
+    return tuple(cpus)
 
 
 def kernel_id(boot_id: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:

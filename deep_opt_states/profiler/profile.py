@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed import ProcessGroup
 
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
@@ -25,14 +26,7 @@ from deep_opt_states.host import machine
 from deep_opt_states.profiler import probes
 from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.probes import SUB_GROUPS, Copies, Probe, ProbeError, Rates, d2h, h2d, slowest
-from deep_opt_states.profiler.ranks import (
-    CollectiveGroups,
-    ProcessGroup,
-    Ranks,
-    call_on_all_ranks,
-    collective,
-    ranks_by_node,
-)
+from deep_opt_states.profiler.ranks import CollectiveGroups, Ranks, call_on_all_ranks, collective, ranks_by_node
 from perf_model.prediction.cost import CPU_ADAM
 from perf_model.prediction.hardware import (
     MATMUL_SIZE,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
-from torch.distributed import new_subgroups_by_enumeration
+from torch.distributed import ProcessGroup, new_subgroups_by_enumeration
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.library import KernelUnavailable
@@ -29,7 +29,7 @@ TIMEOUT = timedelta(seconds=60)
 COLLECTIVES = 4
 """Collectives that are timed per repetition, one after another."""
 
-# PyTorch 2.13 warns about the older names, which DeepSpeed uses.
+# The collectives that DeepSpeed calls. PyTorch 2.13 warns about the older names.
 _ALL_GATHER = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
 
@@ -57,10 +57,8 @@ class Ranks:
 
 def free_port() -> int:
     """Return a port of this machine that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -118,23 +116,6 @@ def ranks_by_node(ranks: Ranks, environ: Mapping[str, str]) -> list[list[int]]:
     return nodes
 
 
-class ProcessGroup:
-    """A process group with the collectives that DeepSpeed calls, whose results the current stream waits for."""
-
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-        self._group = group
-        self.rank = torch.distributed.get_rank(group)
-        self.size = torch.distributed.get_world_size(group)
-
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Gather every rank's ``part``, [n], in ``whole``, [n * size]."""
-        _ALL_GATHER(whole, part, group=self._group)
-
-    def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's ``part``, [n], of the sum of every rank's ``whole``, [n * size]."""
-        _REDUCE_SCATTER(part, whole, group=self._group)
-
-
 class CollectiveGroups(NamedTuple):
     """The groups that this rank measures, or why there is none. ``across_nodes`` contains one rank of each node."""
 
@@ -151,7 +132,8 @@ def collective_groups(ranks: Ranks, backend: str, environ: Mapping[str, str]) ->
         members = [list(group) for group in groups]
         try:
             new_groups = partial(new_subgroups_by_enumeration, members, timeout=TIMEOUT, backend=backend)
-            return ProcessGroup(call_on_all_ranks(ranks, new_groups)[0])
+            group: ProcessGroup = call_on_all_ranks(ranks, new_groups)[0]
+            return group
         except ProbeError as error:
             return str(error)
 
@@ -167,15 +149,17 @@ def collective(
     device: Device[Any], group: ProcessGroup, whole_bytes: int, quantity: str, *, reduces: bool = False
 ) -> Probe:
     """Return a probe of collectives on ``whole_bytes`` in bf16: the bytes per second that a rank receives or sends."""
-    numel = whole_bytes // torch.bfloat16.itemsize // group.size
-    part, whole = (device.empty(count, torch.bfloat16).fill_(1) for count in (numel, numel * group.size))
-    issue = partial(group.reduce_scatter, part, whole) if reduces else partial(group.all_gather, whole, part)
+    size = group.size()
+    numel = whole_bytes // torch.bfloat16.itemsize // size
+    part, whole = (device.empty(count, torch.bfloat16).fill_(1) for count in (numel, numel * size))
+    transfer, tensors = (_REDUCE_SCATTER, (part, whole)) if reduces else (_ALL_GATHER, (whole, part))
+    issue = partial(transfer, *tensors, group=group)
     synchronize(device)
 
     def repeat() -> Rates:
         # The first collective is not timed, because its start depends on the other ranks. The others are issued while
         # it runs, so that the time includes no launches.
         elapsed_s, _ = timed(device, lambda: [issue() for _ in range(COLLECTIVES)], first=issue)
-        return {quantity: COLLECTIVES * whole.nbytes * (group.size - 1) / group.size / elapsed_s}
+        return {quantity: COLLECTIVES * whole.nbytes * (size - 1) / size / elapsed_s}
 
     return repeat

@@ -50,10 +50,7 @@ and products with many tokens limit the accelerator."""
 
 
 def measure_training(ranks: Ranks) -> dict[str, Measurement]:
-    """Return ``TRAINING_QUANTITIES``, measured on all ranks at the same time; waived with the reason if a rank fails.
-
-    This is a collective. The slowest rank counts.
-    """
+    """Return ``TRAINING_QUANTITIES`` of the slowest rank, waived with the reason if one fails. This is a collective."""
     port = ranks.gather(free_port())[0]
     try:
         found = slowest(ranks.gather(call_on_all_ranks(ranks, lambda: _measure_in_process(ranks, port))))

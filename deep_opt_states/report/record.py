@@ -182,10 +182,8 @@ class ComparisonRow:
 
     @property
     def error(self) -> float | None:
-        """Return the error relative to the measured seconds, positive if the prediction was too high.
-
-        It is None below a millisecond, where it would be large but without effect.
-        """
+        """Return the error relative to the measured seconds, positive for a prediction that is too high."""
+        # Below a millisecond it would be large, but without effect.
         is_long = min(self.predicted_s, self.measured_s) >= LEAST_COMPARED_S
         return self.predicted_s / self.measured_s - 1 if is_long else None
 

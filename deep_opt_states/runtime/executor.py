@@ -16,9 +16,8 @@ import torch
 from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.executable import check_executable
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.lanes import LaneStreams
+from deep_opt_states.runtime.lanes import LaneStreams, check_executable
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
 from deep_opt_states.runtime.worker import HostThreads
@@ -76,7 +75,6 @@ class Executor:
         device_adam: AdamKernel | None,
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        check_executable(schedule, states)
         self._device = device
         self._lanes = LaneStreams(device)
         streams = self._lanes.streams
@@ -128,7 +126,6 @@ class Executor:
         ``schedule`` is not safe, or the device's out-of-memory error; then nothing has changed.
         """
         assert not self._pending
-        check_executable(schedule, states)
         self.end()
         # A lane may still copy into memory that is freed here, for an update that never started.
         self._lanes.drain()
@@ -136,6 +133,7 @@ class Executor:
         self._use(schedule, states)
 
     def _use(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
+        check_executable(schedule, states)
         # First: the worker may run one of them.
         self._forget_speculations()
         self._actions.set_units(schedule, states)

@@ -49,7 +49,6 @@ class Issuer:
         self._device = device
         self._lanes = lanes
         self._threads = threads
-        self._worker = threads[Lane.CPU]
         self._run = run
         self._span = span
         self.stop = Stop()
@@ -128,7 +127,8 @@ class Issuer:
         if action in self._speculated:
             # Even if it runs already, its repetition follows.
             self._speculated[action].cancel()
-        self._speculated[action] = self._worker.submit(partial(self._run_on_worker, action, self._next_events, ready))
+        run = partial(self._run_on_worker, action, self._next_events, ready)
+        self._speculated[action] = self._threads[Lane.CPU].submit(run)
 
     def keep_speculations(self, is_valid: Callable[[int], bool]) -> bool | None:
         """Keep the speculated steps of valid units for the update that has started, and forget the others.

@@ -108,10 +108,7 @@ class UnitPart:
         return self._update(states, None if self.publishes_master else self.rounded, updated)
 
     def accelerator_update(self, states: Slot, rounded: torch.Tensor | None = None) -> RangeUpdate:
-        """Return the update on the accelerator, where ``states`` holds the optimizer states of the unit.
-
-        The parameters are written to ``rounded``, memory of the whole unit, if it is given.
-        """
+        """Return the update of the unit's ``states`` on the accelerator, which writes ``param``, or to ``rounded``."""
         param = self.param if self.staged is None else self.staged
         return self._update(
             UpdatedStates(*map(self.of_unit, states)), param if rounded is None else self.of_unit(rounded)

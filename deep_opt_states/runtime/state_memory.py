@@ -145,10 +145,7 @@ class StateMemory:
 
     @property
     def untouched(self) -> list[AdamTensors]:
-        """Return the tensors whose pages the threads that update them should touch first.
-
-        Units on disk are left out: they are limited by the disk.
-        """
+        """Return the tensors whose pages the threads that update them should touch first: all but units on disk."""
         parts = [part for unit in self.units if unit.disk is None for part in unit.parts]
         return [self.sub_groups[part.sub_group].narrow(part.elements) for part in parts]
 

@@ -56,10 +56,7 @@ class StatesElsewhere:
             resident.is_updated = resident.is_loaded
 
     def write_back(self) -> None:
-        """Copy the newest states to the sub-groups' own memory, and block the host until they are there.
-
-        ``invalidate`` must follow.
-        """
+        """Copy the newest states to the sub-groups' own memory, and block the host. ``invalidate`` must follow."""
         updated = [(state, resident) for state, resident in self._residents if resident.is_updated]
         if updated:
             with self._d2h.issue():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deep_opt_states.device.cuda import CudaDevice
-from deep_opt_states.profiler.ranks import ProcessGroup, collective
+from deep_opt_states.profiler.ranks import collective
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, place_all
@@ -138,6 +138,6 @@ def test_collectives_over_nccl_are_measured_for_the_profile(tmp_path: Path) -> N
         world = torch.distributed.group.WORLD
         assert world is not None
         for reduces in (False, True):
-            assert collective(CudaDevice(0), ProcessGroup(world), 2**26, "rate", reduces=reduces)() == {"rate": 0.0}
+            assert collective(CudaDevice(0), world, 2**26, "rate", reduces=reduces)() == {"rate": 0.0}
     finally:
         torch.distributed.destroy_process_group()

@@ -18,6 +18,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel, AdamTensors, Element
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import cache
+from deep_opt_states.profiler import ranks as ranks_module
 from deep_opt_states.profiler.cache import fingerprint
 from deep_opt_states.profiler.peaks import peak_flops
 from deep_opt_states.profiler.profile import IMPLAUSIBLE, describe, measure, noise_waivers
@@ -37,18 +38,21 @@ LAUNCH_S, KERNEL_S, PRODUCT_S = 6e-5, 2e-6, 2e-7
 
 
 class GroupOfTwo:
-    """Rank 0 of two ranks, whose collectives pass nothing on, and take ``collective_s`` if the other is not late."""
-
-    rank, size = 0, 2
+    """Two ranks, whose collectives pass nothing on, and take ``collective_s`` if the other rank is not late."""
 
     def __init__(self, device: VirtualDevice, collective_s: float) -> None:
         self._device, self._collective_s, self._issued = device, collective_s, 0
 
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def size(self) -> int:
+        return 2
+
+    def run(self) -> None:
         self._device.issuing.run(self._collective_s if self._issued % (1 + COLLECTIVES_PER_REPETITION) else 0.5)
         self._issued += 1
 
-    reduce_scatter = all_gather
+
+def run_collective(received: torch.Tensor, sent: torch.Tensor, group: GroupOfTwo) -> None:
+    group.run()
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +99,7 @@ def virtual_profile(
             stock_cpu_adam=lambda _: stock,
             training_gpu_adam=make_on_gpu or (lambda: TimedAdam(device, LAUNCH_S, KERNEL_S)),
         ),
+        mock.patch.multiple(ranks_module, _ALL_GATHER=run_collective, _REDUCE_SCATTER=run_collective),
         mock.patch.object(os, "sched_getaffinity", return_value=set(range(6))),
         mock.patch.object(machine, "core_quota", return_value=None),
     ):
@@ -190,7 +195,7 @@ def test_a_fingerprint_changes_with_everything_that_changes_measurements() -> No
     changes: list[dict[str, object]] = [{"provenance": replace(about, **{name: each})} for name, each in others.items()]
     changes += [{"effort": replace(SMALL, budget_s=9)}, {"world_size": 16}, {"works_with": "b"}]
     found = {here, *(fingerprint_here(**change) for change in changes)}
-    other_memory = machine.HostMemory(total_bytes=77, available_bytes=7, limit_bytes=None)
+    other_memory = machine.HostMemory(usable_bytes=77, available_bytes=7)
     cached, method = mock.Mock(return_value=77), (cache, "METHOD", 99)
     for patched in (method, (machine, "last_level_cache_bytes", cached), (machine, "memory", lambda: other_memory)):
         with mock.patch.object(*patched):

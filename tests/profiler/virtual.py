@@ -81,7 +81,6 @@ class VirtualDevice:
     allocators, ``held_bytes`` counts cached memory until ``release_cached``. ``registered`` are page-locked slabs.
     """
 
-    runs_when_issued = False
     shares_host_memory = False
 
     def __init__(self, copy_s: Sequence[float] = (), issue_s: float = 0.0) -> None:

@@ -146,10 +146,7 @@ class AdamKernel(ABC):
         """Set the hyperparameters of one step, per sub-group in DeepSpeed's order, before its first update."""
 
     def assume_step(self, steps: Sequence[AdamStep]) -> None:
-        """Set the hyperparameters of a step that may not follow: the next ``begin_step`` is as without this call.
-
-        DeepSpeed's op cannot do that.
-        """
+        """Set hyperparameters that the next ``begin_step`` may replace as if never set, which stock's op cannot do."""
         assert not steps
 
     @abstractmethod
