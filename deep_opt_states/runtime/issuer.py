@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event
@@ -62,8 +63,6 @@ class Issuer:
         """The names of actions that were issued for the next update."""
         self._early_reads: dict[str, Future[None]] = {}
         """The reads from disk that were submitted for the next update, by the action's name."""
-        self._writes_before: list[Future[None]] = []
-        """The writes to disk of the update before the one that has started last."""
         self._speculated: dict[Action, Future[None]] = {}
         """The SPECULATE actions that were submitted for the next update."""
         self._discarded = False  # whether steps of streamed units were discarded since the last update
@@ -80,14 +79,8 @@ class Issuer:
         on_streams = [action.name for action in schedule.actions if not action.lane.is_thread]
         # Two sets: the timeline of one update can be read while the next update records the other set.
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
-        self.first_of_caller = next(
-            (
-                position
-                for position, action in enumerate(schedule.actions)
-                if not (action.lane.is_thread or action.lane is Lane.PUBLISH)
-            ),
-            len(schedule.actions),
-        )
+        of_worker = takewhile(lambda action: action.lane.is_thread or action.lane is Lane.PUBLISH, schedule.actions)
+        self.first_of_caller = len(list(of_worker))
         self._first_prefetches = [
             action for action in schedule.actions if action.kind in EMPTIED_BY and not action.waits
         ]
@@ -97,14 +90,13 @@ class Issuer:
         before = flushes_before(schedule)
         self.flushes_before = {name: flush for name, flush in before.items() if flush not in writes}
         self._waits_for_writes = {name: 1 + writes.index(write) for name, write in before.items() if write in writes}
-        self._writes_before = []
         self.slot_shift = slot_shift(schedule)
 
     def begin(self) -> None:
         """Start an update, with the prefetches that were issued for it."""
         self.on_cpu, self._early_reads = self._early_reads, {}
-        self._writes_before = self.events.writes
         self.issued = self._ended_on_cpu = 0
+        # The other set then has the writes to disk of the update before.
         self.events, self._next_events = self._next_events, self.events
         self.events.writes = []
         self.schedule = self._planned
@@ -202,7 +194,7 @@ class Issuer:
         """Let no prefetch or read wait for the last update: the host has waited for its flushes and writes."""
         self._carried.clear()
         self.events.writes = []
-        self._writes_before = []
+        self._next_events.writes = []
 
     def issue(self, until: int) -> None:
         """Issue the actions before position ``until``. The host does not wait."""
@@ -210,7 +202,7 @@ class Issuer:
             action = self.schedule.actions[self.issued]
             was_early = action.name in self.on_cpu
             if not was_early and (action.lane.is_thread or not self.on_cpu.keys().isdisjoint(action.waits)):
-                self.on_cpu[action.name] = self._submit(action, self.events, self._writes_before)
+                self.on_cpu[action.name] = self._submit(action, self.events, self._next_events.writes)
                 if action.kind is ActionKind.WRITE:
                     self.events.writes.append(self.on_cpu[action.name])
             elif not was_early and action.name not in self._prefetched:
