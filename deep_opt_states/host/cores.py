@@ -56,11 +56,6 @@ class RankPlace:
     def cpus(self) -> frozenset[int]:
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
-    @property
-    def max_threads(self) -> int:
-        """Return how many threads can run at the same time."""
-        return len(self.cpus) if self.quota is None else min(len(self.cpus), self.quota)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShare:
@@ -105,10 +100,11 @@ def choose_cores(
     Raise ``ConfigError`` if ``cpu_threads`` exceeds the number of CPUs that the rank may use.
     """
     place = ranks[local_rank]
-    if cpu_threads is not None and cpu_threads > place.max_threads:
+    most = min(len(place.cpus), place.quota or len(place.cpus))
+    if cpu_threads is not None and cpu_threads > most:
         limit = "none" if place.quota is None else f"{place.quota} for this rank"
         raise ConfigError(
-            f"{CONFIG_KEY}.cpu_threads: must be at most the {place.max_threads} CPUs that a rank may use "
+            f"{CONFIG_KEY}.cpu_threads: must be at most the {most} CPUs that a rank may use "
             f"(affinity {len(place.cpus)}, cgroup limit {limit}), found {cpu_threads}.\n"
             f"Leave it out for the number that fits this machine, or give the rank more CPUs (taskset, docker --cpus, "
             f"Slurm --cpus-per-task)."
