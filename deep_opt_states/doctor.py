@@ -80,15 +80,14 @@ def examine(environ: Mapping[str, str]) -> dict[str, Finding]:
         "locks of builds": lambda: check_locks(_locks()),
         "eager updates": lambda: describe_eager_updates(_free_host_bytes()),
     }
-    return {topic: _attempt(check) for topic, check in checks.items()}
-
-
-def _attempt(check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except Exception as error:  # noqa: BLE001 - the user has to know why a check failed
-        remedy = "Solve the other problems first; if this one remains, report it with this output."
-        return FAIL(f"cannot be checked: {type(error).__name__}: {error}", remedy)
+    findings = {}
+    for topic, check in checks.items():
+        try:
+            findings[topic] = check()
+        except Exception as error:  # noqa: BLE001 - the user has to know why a check failed
+            remedy = "Solve the other problems first; if this one remains, report it with this output."
+            findings[topic] = FAIL(f"cannot be checked: {type(error).__name__}: {error}", remedy)
+    return findings
 
 
 def requirements() -> list[Requirement]:
@@ -237,16 +236,8 @@ def check_triton(version: str | None, has_cuda: bool) -> Finding:
     return OK(f"{version or 'not installed'}{'' if has_cuda else '; only GPUs need it'}")
 
 
-@dataclass(frozen=True)
-class Extension:
-    """An extension that PyTorch's loader builds in ``folder``, which is None if it was prebuilt with DeepSpeed."""
-
-    folder: Path | None
-    is_built: bool
-
-
-def _cpu_adam() -> Extension:
-    """Look for the op in the same places as ``OpBuilder.load``, but build nothing."""
+def _cpu_adam() -> Path | None:
+    """Return the library of the op, which ``OpBuilder.load`` may build; None if it was prebuilt with DeepSpeed."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops, torch_info
     from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -254,24 +245,23 @@ def _cpu_adam() -> Extension:
     builder = CPUAdamBuilder()
     if installed_ops.get(builder.name, False) and accelerator_name == get_accelerator().device_name():
         builder.validate_torch_version(torch_info)
-        return Extension(None, True)
+        return None
     if not builder.is_compatible(verbose=False):
         raise RuntimeError(builder.error_log or "DeepSpeed reports that the op does not fit this machine")
     return _built_by_loader(builder.name)
 
 
-def _own_adam() -> Extension:
+def _own_adam() -> Path:
     from deep_opt_states.device.kernels.library import NAME
 
     return _built_by_loader(NAME)
 
 
-def _built_by_loader(name: str) -> Extension:
+def _built_by_loader(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     # This private function creates the folder, but guessing the path would be worse.
-    folder = Path(_get_build_directory(name, verbose=False))
-    return Extension(folder, (folder / f"{name}.so").is_file())
+    return Path(_get_build_directory(name, verbose=False)) / f"{name}.so"
 
 
 def _missing_tools(environ: Mapping[str, str]) -> list[str]:
@@ -286,21 +276,20 @@ def _missing_tools(environ: Mapping[str, str]) -> list[str]:
     return [" ".join(command) for command in (compiler, ["ninja"]) if not runs(command)]
 
 
-def check_extension(extension: Extension, missing: Sequence[str], *, ours: bool) -> Finding:
-    """Check that an extension is built, or that none of the tools that it needs is ``missing``."""
-    if extension.folder is None:
+def check_extension(library: Path | None, missing: Sequence[str], *, ours: bool) -> Finding:
+    """Check that ``library`` is built or prebuilt (None), or that none of the tools that it needs is ``missing``."""
+    if library is None:
         return OK("prebuilt with DeepSpeed")
+    folder, is_built = library.parent, library.is_file()
     # PyTorch runs ninja before it loads an extension that is built.
-    if needed := [tool for tool in missing if tool == "ninja" or not extension.is_built]:
-        found = (
-            f"{extension.folder}: cannot be {'loaded' if extension.is_built else 'built'}; must run {', '.join(needed)}"
-        )
+    if needed := [tool for tool in missing if tool == "ninja" or not is_built]:
+        found = f"{folder}: cannot be {'loaded' if is_built else 'built'}; must run {', '.join(needed)}"
         remedy = "Install a compiler (apt-get install g++) or set CXX, and pip install ninja in the active environment."
         without = "; without it, an update on the CPU takes three slower passes, and no update runs on the GPU"
         return WARN(found + without, remedy) if ours else FAIL(found, remedy)
-    if extension.is_built:
-        return OK(f"built in {extension.folder}")
-    found = f"not built yet in {extension.folder}: the first engine compiles it, which takes about a minute"
+    if is_built:
+        return OK(f"built in {folder}")
+    found = f"not built yet in {folder}: the first engine compiles it, which takes about a minute"
     call = "deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
     if ours:
         call = "deep_opt_states.device.kernels.library import library; library()"
@@ -311,9 +300,8 @@ def _locks() -> dict[Path, list[int]]:
     """Return the locks of extensions, with the processes that have each open."""
     from deep_opt_states.waiting import holders
 
-    folder = _own_adam().folder
-    assert folder is not None
-    return holders(lock for name in LOCKS for lock in sorted(folder.parent.glob(f"*/{name}")))
+    builds = _own_adam().parent.parent
+    return holders(lock for name in LOCKS for lock in sorted(builds.glob(f"*/{name}")))
 
 
 def check_locks(holders: Mapping[Path, Sequence[int]]) -> Finding:

@@ -6,14 +6,11 @@ process of its own, which this module also is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -149,67 +146,53 @@ def make_layers(sizes: Layers) -> Any:
 
 def _train(sizes: Layers, *, offloads: bool = False) -> MeasuredSteps:
     """Return the times of steps with a fresh engine."""
+    import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
-    times: list[tuple[float, float, float]] = []
-    model = make_layers(sizes)
-    # Modules with parameters, without the model itself.
-    modules = sum(any(True for _ in module.parameters()) for module in model.modules()) - 1
-    numel = sum(param.numel() for param in model.parameters())
-    with _engine(model, offloads=offloads) as engine:
-        x = torch.randn(1, sizes.tokens, sizes.width, dtype=torch.bfloat16, device=engine.device)
-
-        def now() -> float:
-            accelerator.synchronize()
-            return time.perf_counter()
-
-        for _ in range(WARM_UPS + STEPS):
-            start_s = now()
-            loss = engine(x).float().pow(2).mean()
-            forward_s = now()
-            engine.backward(loss)
-            backward_s = now()
-            engine.step()
-            times.append((forward_s - start_s, backward_s - forward_s, now() - backward_s))
-    forward, backward, step = (median(samples) for samples in zip(*times[WARM_UPS:], strict=True))
-    return MeasuredSteps(modules=modules, numel=numel, forward_s=forward, backward_s=backward, step_s=step)
-
-
-@contextmanager
-def _engine(model: Any, *, offloads: bool) -> Iterator[Any]:
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    zero: dict[str, Any] = {"stage": 3, **({"offload_optimizer": {"device": "cpu"}} if offloads else {})}
-    params: Mapping[str, Any] = {"lr": 1e-4, **({} if offloads else {"torch_adam": True})}
+    # The accelerator's own Adam would have to be compiled, and its time is not measured here.
+    params = {"lr": 1e-4} if offloads else {"lr": 1e-4, "torch_adam": True}
+    offload = {"offload_optimizer": {"device": "cpu"}} if offloads else {}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
-        # The accelerator's own Adam would have to be compiled, and its time is not measured here.
-        "optimizer": {"type": "AdamW", "params": dict(params)},
-        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": {"stage": 3, **offload},
     }
+    accelerator = get_accelerator()
+    model = make_layers(sizes)
+    # Modules with parameters, without the model itself.
+    modules = sum(any(True for _ in module.parameters()) for module in model.modules()) - 1
+    numel = sum(param.numel() for param in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine
-        get_accelerator().empty_cache()
+    x = torch.randn(1, sizes.tokens, sizes.width, dtype=torch.bfloat16, device=engine.device)
+
+    def now() -> float:
+        accelerator.synchronize()
+        return time.perf_counter()
+
+    times: list[tuple[float, float, float]] = []
+    for _ in range(WARM_UPS + STEPS):
+        start_s = now()
+        loss = engine(x).float().pow(2).mean()
+        forward_s = now()
+        engine.backward(loss)
+        backward_s = now()
+        engine.step()
+        times.append((forward_s - start_s, backward_s - forward_s, now() - backward_s))
+    engine.destroy()
+    accelerator.empty_cache()
+    forward, backward, step = (median(samples) for samples in zip(*times[WARM_UPS:], strict=True))
+    return MeasuredSteps(modules=modules, numel=numel, forward_s=forward, backward_s=backward, step_s=step)
 
 
 def main() -> None:
     """Measure, and write the quantities as JSON to the file that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    path: Path = parser.parse_args().output
     import deepspeed
 
     deepspeed.init_distributed()
-    path.write_text(json.dumps(measure_here()))
+    Path(sys.argv[1]).write_text(json.dumps(measure_here()))
 
 
 if __name__ == "__main__":

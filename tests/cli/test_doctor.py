@@ -25,7 +25,7 @@ from deep_opt_states.cli.config_check import examine_config
 from deep_opt_states.cli.main import main
 from deep_opt_states.cli.profile_command import check_output
 from deep_opt_states.device import state_file
-from deep_opt_states.doctor import Extension, Finding, Status
+from deep_opt_states.doctor import Finding, Status
 from deep_opt_states.host import machine as host
 from deep_opt_states.profiler import disk
 from deep_opt_states.profiler.disk import measure_disks, measure_quantities
@@ -42,7 +42,7 @@ from perf_model.prediction.hardware import (
 from tests.launch import REPOSITORY, Finished, environment
 
 FOLDER = Path("/cache/cpu_adam")
-BUILT, NOT_BUILT, PREBUILT = Extension(FOLDER, True), Extension(FOLDER, False), Extension(None, True)
+BUILT, NOT_BUILT, PREBUILT = Path(__file__), FOLDER / "cpu_adam.so", None
 LOCK = FOLDER / "lock"
 GPUS = [("NVIDIA H100", 85 * 10**9)] * 2
 TORCH = Requirement("torch>=2.10")
@@ -78,7 +78,7 @@ FINDINGS: list[tuple[Callable[..., Finding], tuple[object, ...], Status, str]] =
     (partial(doctor.check_extension, ours=False), (NOT_BUILT, []), WARN, ""),
     (partial(doctor.check_extension, ours=True), (NOT_BUILT, ["c++"]), WARN, ""),
     (partial(doctor.check_extension, ours=False), (PREBUILT, ["c++", "ninja"]), OK, "prebuilt"),
-    (partial(doctor.check_extension, ours=False), (BUILT, ["c++"]), OK, f"built in {FOLDER}"),
+    (partial(doctor.check_extension, ours=False), (BUILT, ["c++"]), OK, f"built in {BUILT.parent}"),
     (doctor.check_locks, ({LOCK: [], FOLDER / "other/lock": [7]},), FAIL, ""),
     (doctor.check_locks, ({LOCK: [7]},), WARN, ""),
     (doctor.check_locks, ({},), OK, "none"),
