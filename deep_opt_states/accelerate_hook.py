@@ -18,7 +18,7 @@ def warn_early(module: Any) -> None:
         # Accelerate and the Trainer read a config before they load weights, and DeepSpeed does so afterwards.
         wrapped(*args, **kwargs)
         if plugin_for(hf_config):
-            from deep_opt_states.zero.enabled import enabled_config
+            from deep_opt_states.config import enabled_config
             from deep_opt_states.zero.start.accelerated import warn_of_config
 
             if enabled_config(json_of(hf_config)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from deep_opt_states import log
@@ -56,14 +57,9 @@ def _hook_engine(module: Any) -> None:
             # The engine has no model yet.
             plugin.check_engine(engine, _models[-1] if _models else None)
 
-    def configure_zero_optimizer(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    def replace(name: str, wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if plugin := plugin_for(getattr(engine, "_config", None)):
-            return plugin.configure_zero_optimizer(wrapped, engine, args, kwargs)
-        return wrapped(*args, **kwargs)
-
-    def load_or_save(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
-        if plugin := plugin_for(getattr(engine, "_config", None)):
-            return getattr(plugin, wrapped.__name__)(wrapped, engine, args, kwargs)
+            return getattr(plugin, name)(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
 
     def init_engine(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> None:
@@ -83,9 +79,8 @@ def _hook_engine(module: Any) -> None:
     # In _do_sanity_check an engine first knows its optimizer, before it partitions the model. ZeRO stage 0 creates no
     # ZeRO optimizer, so the second wrapper alone would silently ignore our block.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
-    _wrap(module, "DeepSpeedEngine", "_configure_zero_optimizer", configure_zero_optimizer)
-    for method in ("load_checkpoint", "save_checkpoint", "save_16bit_model"):
-        _wrap(module, "DeepSpeedEngine", method, load_or_save)
+    for method in ("_configure_zero_optimizer", "load_checkpoint", "save_checkpoint", "save_16bit_model"):
+        _wrap(module, "DeepSpeedEngine", method, partial(replace, method.lstrip("_")))
 
 
 def _hook_config(module: Any) -> None:
@@ -111,7 +106,7 @@ def plugin_for(ds_config: Any) -> Any:
     param_dict = json_of(ds_config)
     if CONFIG_KEY not in param_dict:
         return None
-    from deep_opt_states.zero.enabled import enabled_config
+    from deep_opt_states.config import enabled_config
     from deep_opt_states.zero.start.release import check_release, missing_names_are_refused
 
     config = enabled_config(param_dict)

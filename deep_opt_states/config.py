@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -18,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from deep_opt_states.names import CONFIG_KEY, IgnoredBlock
+from deep_opt_states import log
+from deep_opt_states.names import CONFIG_KEY, SWITCH, IgnoredBlock
 from perf_model.json_input import printable, shorten
 from perf_model.prediction.memory import DEFAULT_SETUP, GPU_MARGIN_BYTES, TrainingSetup
 from perf_model.schedule.cutting import DISK_UNIT_SIZE, cut_into_units
@@ -44,6 +46,10 @@ _RETIRED = {
 
 class ConfigError(ValueError):
     """An error with two lines per invalid key: the dotted key with the rule and the value found, and the remedy."""
+
+
+class Unsupported(ValueError):
+    """The error for a feature, or a release of DeepSpeed, that the enabled plugin does not support."""
 
 
 class _RuleError(ValueError):
@@ -248,6 +254,17 @@ def parse_config(ds_config: Mapping[str, Any]) -> Config | None:
         return Config.model_validate(dict(block))
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(error))) from None
+
+
+def enabled_config(ds_config: Mapping[str, Any]) -> Config | None:
+    """Return our block of a DeepSpeed config if the plugin is on. Raise ``ConfigError`` for any invalid block."""
+    config = parse_config(ds_config)
+    if config is None or not config.enabled:
+        return None
+    if os.environ.get(SWITCH) == "0":
+        log.info_once(f"switched off by {SWITCH}=0: training with stock DeepSpeed")
+        return None
+    return config
 
 
 def misplaced_error(found: IgnoredBlock | None) -> ConfigError:

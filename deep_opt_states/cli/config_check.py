@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deep_opt_states.config import ConfigError, misplaced_error, parse_config
+from deep_opt_states.config import ConfigError, Unsupported, misplaced_error, parse_config
 from deep_opt_states.doctor import FAIL, OK, WARN, Finding
 from deep_opt_states.names import CONFIG_KEY, PARAGRAPH, ignored_blocks
 from deep_opt_states.zero.start.older_stages import refuse_older_stage
-from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 
 

@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
     """Write and print the profile on rank 0, and return the exit code: 1, with the reason on stderr, if it fails."""
     from deepspeed.accelerator import get_accelerator
 
+    from deep_opt_states.config import Unsupported
     from deep_opt_states.zero.start.node_share import core_share
-    from deep_opt_states.zero.start.unsupported import Unsupported
 
     output: Path = options.output
     is_rank_0 = os.environ.get("RANK", "0") == "0"

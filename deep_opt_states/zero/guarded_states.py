@@ -21,9 +21,28 @@ from deep_opt_states.zero.internals.older import with_later_hooks
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients
-from deep_opt_states.zero.step.readers import WaitsBeforeRead, checkpoint_view
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
+
+
+class WaitsBeforeRead:
+    """An attribute of an optimizer that calls ``wait(optimizer)`` before it is read, also to write to its tensors."""
+
+    def __init__(self, wait: Callable[[Any], None]) -> None:
+        self._wait = wait
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        self._wait(optimizer)
+        try:
+            return vars(optimizer)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        vars(optimizer)[self._name] = value
 
 
 class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: ignore[misc]
@@ -167,10 +186,10 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
         self._update.raise_if_failed()
         self._empty_param_groups()
         saved = super()._rigid_state_dict()
-        saved[FP32_FLAT_GROUPS] = [checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
+        saved[FP32_FLAT_GROUPS] = [_checkpoint_view(master) for master in saved[FP32_FLAT_GROUPS]]
         moments = saved[OPTIMIZER_STATE_DICT]["state"]
         for sub_group, state in moments.items():
-            moments[sub_group] = {**state, **{key: checkpoint_view(state[key]) for key in MOMENTS if key in state}}
+            moments[sub_group] = {**state, **{key: _checkpoint_view(state[key]) for key in MOMENTS if key in state}}
         return saved
 
     def checkpoint_event_epilogue(self) -> None:
@@ -218,3 +237,20 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
                 kernel.restart()
             self.reset_cpu_buffers()
             self._update.clear_failure()
+
+
+def _checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same memory that a checkpoint engine may send to another process.
+
+    PyTorch moves the storage of a sent tensor to shared memory: states would leave the slab. The result has its own.
+    """
+    if not tensor.is_cpu:
+        # PyTorch sends a handle to GPU memory, and DeepSpeed's next step waits until the data is written.
+        return tensor
+    values = tensor.detach()
+    # NumPy has no bf16.
+    as_numpy = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    view = torch.from_numpy(as_numpy.numpy()).view(values.dtype).requires_grad_(tensor.requires_grad)
+    # DeepSpeed also saves the attributes with ids of parameters that it has set.
+    vars(view).update(vars(tensor))
+    return view

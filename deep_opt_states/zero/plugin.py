@@ -13,14 +13,12 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from deep_opt_states import log
-from deep_opt_states.config import Config
+from deep_opt_states.config import Config, enabled_config
 from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
 from deep_opt_states.zero.checkpoint_saving import save_16bit_model, save_checkpoint  # noqa: F401 (for the activation)
-from deep_opt_states.zero.enabled import enabled_config
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
 from deep_opt_states.zero.internals.compat import config_of, param_dict
-from deep_opt_states.zero.internals.timers import breakdown_forbids_deferring, unsynchronize_throughput_timer
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.accelerated import warn_of_optimizer
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
@@ -59,14 +57,15 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     config, accelerator = choice
     warn_of_optimizer(basic_optimizer)
     refuse_later_methods(engine)
+    ds_config = config_of(engine)
     # The schedule reads and writes units on disk. To stock's code, the states are in host memory.
-    config_of(engine).zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu
+    ds_config.zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu
     if checks_direct_writes():
         log.info(f"{CHECK_SWITCH}=1: updates end inside step(), and direct writes to partitions are named")
-    if config.overlap_forward and (checks_direct_writes() or breakdown_forbids_deferring(config_of(engine))):
+    if config.overlap_forward and (checks_direct_writes() or _breakdown_forbids_deferring(ds_config)):
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:
-        unsynchronize_throughput_timer(config_of(engine))
+        unsynchronize_throughput_timer(ds_config)
     # The engine imports the class by its name just before it creates its optimizer.
     stock = stage3.DeepSpeedZeroOptimizer_Stage3
     ours = partial(DeepOptimizerStates_Stage3, config, accelerator, EngineProgress(engine))
@@ -75,6 +74,30 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
         return wrapped(*args, **kwargs)
     finally:
         stage3.DeepSpeedZeroOptimizer_Stage3 = stock
+
+
+def _breakdown_forbids_deferring(ds_config: Any) -> bool:
+    """Return whether DeepSpeed times ``step()`` separately, so that updates must end in it; log the consequence."""
+    if ds_config.wall_clock_breakdown:
+        log.warn(
+            '"wall_clock_breakdown", which "flops_profiler" enables as well, times step() with the whole update in it: '
+            "updates are not overlapped with the next forward"
+        )
+    return bool(ds_config.wall_clock_breakdown)
+
+
+def unsynchronize_throughput_timer(ds_config: Any) -> None:
+    """Make the throughput timer use the host's clock, unless the user has set ``synchronized`` to true."""
+    timer = ds_config.timers_config
+    if not (timer.enabled and timer.synchronized):
+        return
+    if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
+        log.warn(
+            '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on the '
+            "GPU are not overlapped with the next forward"
+        )
+        return
+    timer.synchronized = False
 
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:

@@ -20,9 +20,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from deep_opt_states.config import Unsupported
 from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import is_at_least
-from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.compat.golden import EQUAL, EQUAL_BUT_NAN, NORM_IS_CHECKED_SINCE, SINCE, refused
 from tests.zero.parity import training
 from tests.zero.parity.case import Case

@@ -165,7 +165,7 @@ def test_a_deepspeed_without_the_wrapped_functions_refuses_a_config_with_the_blo
     import deepspeed
 
     from deep_opt_states import activation
-    from deep_opt_states.zero.start.unsupported import Unsupported
+    from deep_opt_states.config import Unsupported
 
     monkeypatch.setattr(deepspeed, "__version__", "0.20.0")
     monkeypatch.setattr(deepspeed.runtime.config, "DeepSpeedConfig", ChangedConfig)

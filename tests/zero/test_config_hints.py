@@ -20,9 +20,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from deep_opt_states import activation, log
 from deep_opt_states.cli.config_check import examine_config
-from deep_opt_states.config import ConfigError
+from deep_opt_states.config import ConfigError, Unsupported
 from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
-from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.compat.frameworks.published import AXOLOTL
 from tests.ranks import ranks
 

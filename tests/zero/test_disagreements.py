@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from deep_opt_states import zero
-from deep_opt_states.config import Config, ConfigError
+from deep_opt_states.config import Config, ConfigError, Unsupported
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host.machine import Core
 from deep_opt_states.names import SWITCH
@@ -26,7 +26,6 @@ from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.start import node_share, planning, release
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.node_share import share_cores
-from deep_opt_states.zero.start.unsupported import Unsupported
 from perf_model.presets.machines import MACHINES
 from tests.ranks import ranks
 from tests.zero.parity.case import CPU, STRIDE_2, STRIDE_3, Case

@@ -22,7 +22,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from deep_opt_states.config import Config
+from deep_opt_states.config import Config, Unsupported
 from deep_opt_states.device import cuda
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.host.cores import CoreShare
@@ -31,7 +31,6 @@ from deep_opt_states.zero.internals.compat import partitions_by_name
 from deep_opt_states.zero.start import devices, planning
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.planning import make_plan
-from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step import gpu_memory
 from deep_opt_states.zero.step.gpu_memory import FIRST_STEPS, GpuBudget, GpuMemory
 from perf_model.prediction.hardware import HardwareProfile

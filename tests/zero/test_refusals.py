@@ -21,14 +21,13 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from deep_opt_states import waiting
-from deep_opt_states.config import ConfigError
+from deep_opt_states.config import ConfigError, Unsupported
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.names import SWITCH
 from deep_opt_states.zero import plugin
 from deep_opt_states.zero.internals.agreement import RanksDisagree
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start import devices, refusals
-from deep_opt_states.zero.start.unsupported import Unsupported
 from tests.ranks import ranks
 
 BASE: dict[str, Any] = {

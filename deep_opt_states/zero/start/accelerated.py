@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from deep_opt_states import log
+from deep_opt_states.config import Unsupported
 from deep_opt_states.names import CONFIG_KEY, PARAGRAPH, REPLACED_OPTIMIZER
 from deep_opt_states.zero.start.older_stages import refuse_older_stage
-from deep_opt_states.zero.start.unsupported import Unsupported
 
 CONVERSION = (
     'Use "adamw_torch": without the key, Accelerate and the Trainer replace every optimizer but Adagrad by '

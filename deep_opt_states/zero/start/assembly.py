@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deep_opt_states import log
-from deep_opt_states.config import Config
+from deep_opt_states.config import Config, Unsupported
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel, StateDtypes
 from deep_opt_states.device.kernels.choice import ChosenKernel, cpu_adam
@@ -40,7 +40,6 @@ from deep_opt_states.zero.start.node_share import (
 )
 from deep_opt_states.zero.start.planning import PlannedRun, check_even_shards, make_plan
 from deep_opt_states.zero.start.refusals import refuse_rules_without_effect
-from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
@@ -73,15 +72,6 @@ class Context:
     free_host_bytes: Callable[[], int]
     """Returns this rank's share of the free host memory, of which the planner may use half for eager units."""
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.optimizer.gradient_accumulation_dtype
-        return dtype
-
-    @property
-    def state_dtypes(self) -> StateDtypes:
-        return _state_dtypes(self.optimizer)
-
     def gradient_buffers(
         self, plan: UpdatePlan, units: Sequence[UnitState], is_evicted: bool = False
     ) -> list[GradientBuffer]:
@@ -93,7 +83,7 @@ class Context:
             sums = None
             if sums_stay and unit.placement is Placement.CPU:
                 # Padding of a partition counts in the norm, and nothing else writes zeros there.
-                sums = self.device.empty(unit.length, self.grad_dtype).zero_()
+                sums = self.device.empty(unit.length, self.optimizer.gradient_accumulation_dtype).zero_()
             buffers += [
                 GradientBuffer(
                     sub_group=part.sub_group,
@@ -110,8 +100,9 @@ class Context:
         if self.budget is not None:
             plan = replace(plan, placements=place_all(plan.workload, Placement.CPU))
         longest = max(param.partition_numel() for group in self.optimizer.fp16_groups for param in group)
-        numel = staging_numel(plan, self.grad_dtype.itemsize, longest)
-        return None if numel == 0 or self.device.shares_host_memory else Staging(self.device, numel, self.grad_dtype)
+        grad_dtype = self.optimizer.gradient_accumulation_dtype
+        numel = staging_numel(plan, grad_dtype.itemsize, longest)
+        return None if numel == 0 or self.device.shares_host_memory else Staging(self.device, numel, grad_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,34 +166,25 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
 
 
 def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], resources: ExitStack) -> Assembly:
-    plan, device, host_adam = planned.plan, context.device, context.host_adam
-    params = context.optimizer.fp16_partitioned_groups_flat
+    plan, device, host_adam, optimizer = planned.plan, context.device, context.host_adam, context.optimizer
     # Before memory is touched, so that it is allocated near these cores, and before the worker starts.
     if context.share.launch_cores:
         resources.callback(LaunchBinding(context.share.launch_cores).release)
     memory = StateMemory(
         plan.workload,
-        params,
-        context.grad_dtype,
+        optimizer.fp16_partitioned_groups_flat,
+        optimizer.gradient_accumulation_dtype,
         device,
-        context.state_dtypes,
+        _state_dtypes(optimizer),
         params_on_host=context.setup.params_on_host,
         disk_folders=disk_folders,
     )
     resources.callback(memory.close)
     here, units = reserve(plan, memory)
-    gradients = Gradients(context.optimizer, context.gradient_buffers(plan, units), context.staging(plan))
+    gradients = Gradients(optimizer, context.gradient_buffers(plan, units), context.staging(plan))
     # Closed before ``memory``, which copies may be writing to.
     resources.callback(gradients.close)
-    device_adam = context.accelerator.device_adam(
-        plan,
-        context.budget,
-        host_adam,
-        context.optimizer.optimizer,
-        context.grad_dtype,
-        params[0].dtype,
-        context.state_dtypes,
-    )
+    device_adam = context.accelerator.device_adam(plan, context.budget, host_adam, optimizer, _state_dtypes(optimizer))
     kernels = [host_adam]
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
@@ -215,9 +197,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         for tensors in untouched:
             executor.touch([tensors])
             touched += tensors.master.numel()
-        masters = [
-            _init_master(context.optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)
-        ]
+        masters = [_init_master(optimizer, index, tensors.master) for index, tensors in enumerate(memory.sub_groups)]
         # Page-locking would place untouched pages near this thread.
         memory.lock()
     # Where the CPU is the accelerator, an update hides nothing, and without a prediction nothing needs the windows.
@@ -236,7 +216,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
 
 
 def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
-    params_on_host = _params_on_host(optimizer, device)
+    params_on_host = bool(optimizer.offload_param) and not device.shares_host_memory
     param = optimizer.fp16_partitioned_groups_flat[0]
     grad_dtype, dtypes = optimizer.gradient_accumulation_dtype, _state_dtypes(optimizer)
     return TrainingSetup(
@@ -250,10 +230,6 @@ def _state_dtypes(optimizer: Any) -> StateDtypes:
     """Return the dtypes of stock: ``DeepSpeedCPUAdam`` creates moments in fp32, or in the dtype of the masters."""
     master = masters_dtype(optimizer)
     return StateDtypes(master, torch.float32 if optimizer.optimizer.fp32_optimizer_states else master)
-
-
-def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
-    return bool(optimizer.offload_param) and not device.shares_host_memory
 
 
 def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) -> ChosenKernel:
@@ -315,12 +291,11 @@ def _check_host_memory(context: Context, plan: UpdatePlan, ranks: SharingRanks) 
     raise_together(lambda: check_locking(slab_bytes, numel, device, machine.memlock_limit_bytes()))
 
 
-def _init_master(optimizer: Any, sub_group_id: int, states_master: torch.Tensor) -> torch.Tensor:
+def _init_master(optimizer: Any, sub_group_id: int, states_master: torch.Tensor) -> Any:
     """Copy the model's parameters into the sub-group's masters, and return these as DeepSpeed expects them."""
     states_master.copy_(optimizer.fp16_partitioned_groups_flat[sub_group_id])
     master: Any = states_master.data
     ds_ids = optimizer.fp16_partitioned_groups_flat_id[sub_group_id]
     master.ds_id = f"{ds_ids[0]}_{ds_ids[-1]}"
     master.requires_grad = True
-    initialized: torch.Tensor = master
-    return initialized
+    return master

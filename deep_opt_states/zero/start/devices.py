@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from deep_opt_states.config import Config
+from deep_opt_states.config import Config, Unsupported
 from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
@@ -19,7 +18,6 @@ from deep_opt_states.device.kernels.choice import gpu_adam
 from deep_opt_states.device.kernels.library import KernelUnavailable
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.profile import training_gpu_adam
-from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.prediction.memory import TrainingSetup, memory_of
 from perf_model.schedule.placement import Placement
@@ -83,21 +81,24 @@ class AcceleratorChoice:
         plan: UpdatePlan,
         budget: GpuBudget | None,
         host_adam: AdamKernel,
-        optimizer: DeepSpeedCPUAdam,
-        grad_dtype: torch.dtype,
-        param_dtype: torch.dtype,
+        optimizer: Any,
         dtypes: StateDtypes,
     ) -> AdamKernel | None:
-        """Return the compiled kernel for any units on the accelerator. Raise ``KernelUnavailable`` without one."""
+        """Return the compiled kernel for the units of ``optimizer``, DeepSpeed's stage-3 one, on the accelerator.
+
+        Return None if all are on the CPU. Raise ``KernelUnavailable`` without one.
+        """
         if self.slots_on_host:
             return host_adam
         if not _num_on_device(plan) and (budget is None or _no_gpu_adam()):
             return None
-        kernel = gpu_adam(optimizer.defaults["betas"], adamw=optimizer.adam_w_mode, dtypes=dtypes)
+        adam = optimizer.optimizer
+        kernel = gpu_adam(adam.defaults["betas"], adamw=adam.adam_w_mode, dtypes=dtypes)
+        param_dtype = optimizer.fp16_partitioned_groups_flat[0].dtype
         # A load may put the moments in the dtype of the masters (``GuardedStates._adopt_loaded_states``).
         for states in dict.fromkeys((dtypes, StateDtypes(dtypes.master, dtypes.master))):
             # Gradients that the user has accessed have the dtype of the masters (``Gradients.writable``).
-            kernel.compile({grad_dtype, dtypes.master}, [param_dtype], states)
+            kernel.compile({optimizer.gradient_accumulation_dtype, dtypes.master}, [param_dtype], states)
         return kernel
 
 

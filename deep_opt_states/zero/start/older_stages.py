@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from deep_opt_states.config import Unsupported
 from deep_opt_states.names import CONFIG_KEY, PARAGRAPH
-from deep_opt_states.zero.start.unsupported import Unsupported
 
 NOT_IN_STAGE_3 = {
     "allgather_partitions",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_opt_states import log
-from deep_opt_states.config import Config
+from deep_opt_states.config import Config, Unsupported
 from deep_opt_states.host.cores import CoreShare
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.profiler.cache import quick_profile
@@ -21,7 +21,6 @@ from deep_opt_states.report.record import PredictedUpdate
 from deep_opt_states.zero.internals.agreement import gather_values, raise_together, same_on_all_ranks
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.disk import with_disks
-from deep_opt_states.zero.start.unsupported import Unsupported
 from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from perf_model.plan_request import PlanRequest
 from perf_model.planner import UNIT_SIZES

@@ -13,13 +13,12 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from deep_opt_states.config import Config
+from deep_opt_states.config import Config, Unsupported
 from deep_opt_states.names import CONFIG_KEY
 from deep_opt_states.zero.internals.compat import has_bf16_masters, num_step_hooks, param_dict
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_at_least
 from deep_opt_states.zero.start.accelerated import CONVERSION
 from deep_opt_states.zero.start.older_stages import refuse_older_stage
-from deep_opt_states.zero.start.unsupported import Unsupported
 
 _INSTALL_NEWEST = f"Install it with pip install deepspeed=={TESTED_DEEPSPEED[-1]}"
 

@@ -9,10 +9,10 @@ from functools import cache
 import deepspeed
 
 from deep_opt_states import log
+from deep_opt_states.config import Unsupported
 from deep_opt_states.names import CONFIG_KEY, __version__
 from deep_opt_states.zero.internals.private_names import missing_names
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested, is_too_old
-from deep_opt_states.zero.start.unsupported import Unsupported
 
 
 def check_release() -> None:

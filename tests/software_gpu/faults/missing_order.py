@@ -18,10 +18,9 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
 from deep_opt_states.runtime.lanes import LaneStreams
 from deep_opt_states.runtime.write_back import StatesElsewhere
-from deep_opt_states.zero.guarded_states import GuardedStates
+from deep_opt_states.zero.guarded_states import GuardedStates, WaitsBeforeRead
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.step.gathers import Gathers
-from deep_opt_states.zero.step.readers import WaitsBeforeRead
 from deep_opt_states.zero.step.update import Update
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.plan import UpdatePlan

@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 import pytest
 
-from deep_opt_states.zero.start.unsupported import Unsupported
+from deep_opt_states.config import Unsupported
 from tests.ranks import on_ranks, ranks
 from tests.tiers import thorough
 from tests.tiny_llama import tiny_llama
