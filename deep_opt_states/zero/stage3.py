@@ -27,8 +27,6 @@ from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.compat import (
     forget_gradient_buffers,
     is_boundary,
-    param_coordinator,
-    ranges_of_partitioned_params,
     restore_param_views,
     waits_for_current_stream,
 )
@@ -114,10 +112,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         finally:
             self.device = device
         forget_gradient_buffers(self)
-        self._gathers = Gathers(
-            self.module, param_coordinator(self), self._update, ranges_of_partitioned_params(self), self._running
-        )
-        self._resources.callback(self._gathers.release)
+        self._gathers = Gathers(self, self._update, self._running, self._resources)
         self._gpu_memory: GpuMemory | None = None
         request, budget = self._assembly.planned.request, self._assembly.context.budget
         if request is not None and budget is not None:

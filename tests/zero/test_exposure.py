@@ -118,6 +118,6 @@ def test_at_any_time_the_stream_computes_or_waits_for_an_all_gather_or_for_the_u
     (phases,) = training.reported
     assert all(span.start_s <= span.end_s for span in phases)
     assert all(span.end_s <= following.start_s for span, following in pairwise(phases))
-    assert [span.phase for span in phases].count(Phase.EXPOSED) == training.exposure.waits.count
+    assert [span.phase for span in phases].count(Phase.EXPOSED) == len(training.exposure.waits._waits)
     expected_s = elapsed_s - sum(forward_s) - standstill_s
     assert seconds_of(Phase.EXPOSED, phases) == pytest.approx(expected_s, abs=1e-9)

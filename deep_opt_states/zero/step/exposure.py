@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,6 @@ class UpdateWaits:
         self.read_timeline: Callable[[], Timeline] | None = None
         """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
 
-    @property
-    def count(self) -> int:
-        """Return the number of waits so far, each with one exposed span in the phases."""
-        return len(self._waits)
-
     def start(self, *, prefetched: bool) -> None:
         """Start with the waits for a new update. ``prefetched``: ``prefetch`` was recorded for that update."""
         self._used = self._unfinished = 0
@@ -76,17 +71,13 @@ class UpdateWaits:
         if read_timeline is not None and self._unfinished == 0:
             on_finished(self.phases(), read_timeline)
 
-    @contextmanager
-    def direct(self) -> Iterator[None]:
+    def direct(self) -> AbstractContextManager[None]:
         """Record a wait of the caller's stream for the update itself, inside the context."""
-        with self._interval(lambda interval: self._waits.append((interval,))):
-            yield
+        return self._interval(lambda interval: self._waits.append((interval,)))
 
-    @contextmanager
-    def on_gathering_stream(self) -> Iterator[None]:
+    def on_gathering_stream(self) -> AbstractContextManager[None]:
         """Record a wait of the gathering stream, which is current, for the update itself, inside the context."""
-        with self._interval(self._in_flight.append):
-            yield
+        return self._interval(self._in_flight.append)
 
     @contextmanager
     def for_gathering_stream(self) -> Iterator[None]:

@@ -7,14 +7,19 @@ DeepSpeed's all-gather stream waits here for the caller's stream, which may have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from deep_opt_states.zero.internals import partition_hooks
-from deep_opt_states.zero.internals.compat import Parameter, is_its_own_partition
+from deep_opt_states.zero.internals.compat import (
+    Parameter,
+    is_its_own_partition,
+    param_coordinator,
+    ranges_of_partitioned_params,
+)
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.step.direct_writes import DirectWrites, checks_direct_writes
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -23,40 +28,31 @@ from perf_model.schedule.workload import Range, Workload
 
 
 class Gathers:
-    """The hooks of one model into DeepSpeed's gathers.
+    """The hooks into DeepSpeed's gathers of the model of ``optimizer``, until ``resources`` are closed."""
 
-    ``ranges`` holds the sub-group, the begin and the end of each parameter that is not persistent, by ``ds_id``.
-    """
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        coordinator: Any,
-        update: Update,
-        ranges: Mapping[int, tuple[int, int, int]],
-        running: RunningPlan,
-    ) -> None:
-        self._update = update
-        self._ranges = ranges
-        self._running = running
+    def __init__(self, optimizer: Any, update: Update, running: RunningPlan, resources: ExitStack) -> None:
+        self._update, self._running = update, running
+        self._ranges = ranges_of_partitioned_params(optimizer)
         self._units_of_workload: tuple[Workload, dict[int, tuple[int, ...]]] | None = None
-        self._coordinator = Coordinator(coordinator)
+        self._coordinator = Coordinator(param_coordinator(optimizer))
         self._caller_may_have_written = True
         self._is_in_step = False
         # Also frozen parameters, which the caller may write to and forward gathers.
+        module = optimizer.module
         by_name: dict[str, Parameter] = dict(module.named_parameters())
         self._names: dict[int, str] = {param.ds_id: name for name, param in by_name.items()}
         # An update never overwrites a write to a persistent parameter: it is updated when ``step()`` returns.
-        deferred = {name: param for name, param in by_name.items() if param.ds_id in ranges}
+        deferred = {name: param for name, param in by_name.items() if param.ds_id in self._ranges}
         self.direct_writes = DirectWrites(deferred if checks_direct_writes() else {})
-        self._release: list[Callable[[], object]] = [
+        for release in (
             self._coordinator.wrap_fetch(self._fetch),
             # Before DeepSpeed's own hook, which gathers and prefetches.
             module.register_forward_pre_hook(self._before_forward, prepend=True).remove,
             # Before DeepSpeed's own hook, which ends the trace.
             module.register_forward_hook(lambda *_: self._coordinator.mark_end_of_forward(), prepend=True).remove,
             partition_hooks.register(self),
-        ]
+        ):
+            resources.callback(release)
 
     def used_names(self) -> list[str] | None:
         """Return the names of the parameters, once per use and in the order of forward; None until that is recorded."""
@@ -87,10 +83,6 @@ class Gathers:
             }
             self._units_of_workload = workload, units
         return self._units_of_workload[1]
-
-    def release(self) -> None:
-        while self._release:
-            self._release.pop()()
 
     def order_after_caller(self) -> None:
         """Make the next all-gathers wait for the stream on which the caller writes to partitions."""
@@ -160,7 +152,7 @@ class Gathers:
         partitioned = filter(self._coordinator.is_partitioned, params)
         waits.wait_for(self._units_of(partitioned))
         # DeepSpeed makes the computing stream wait for every all-gather in flight.
-        with waits.for_gathering_stream():
+        with self._running.exposure.waits.for_gathering_stream():
             if waits.none_may_block:
                 return fetch(module, forward)
             with self._coordinator.prefetching_until(self._may_block, params):

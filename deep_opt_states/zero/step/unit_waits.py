@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from perf_model.schedule.action import Lane
@@ -71,10 +70,6 @@ class UnitWaits:
                 with self._running.exposure.waits.on_gathering_stream():
                     self._executor.publish(unit)
                 self._gathered.add(unit)
-
-    def for_gathering_stream(self) -> AbstractContextManager[None]:
-        """Return a context in which the current stream, which computes, waits for the stream that gathers."""
-        return self._running.exposure.waits.for_gathering_stream()
 
     def may_block(self, unit: int) -> bool:
         """Return whether gathering the unit's parameters, while the update is deferred, could make a host wait.
