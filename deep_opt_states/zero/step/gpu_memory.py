@@ -177,10 +177,10 @@ class GpuMemory:
         self._before_move()
         held_bytes = memory_of(self._running.plan, self._request.setup).eager_bytes
         eager_bytes = (self._free_host_bytes() + held_bytes) // 2
-        seen = gather_values((self.budget.bytes, self._need_is_known, self._running.windows.windows(), eager_bytes))
-        windows = [windows for _, _, windows, _ in seen if windows is not None]
-        are_measured = len(windows) == len(seen)
-        if not self._plans_for_less and not (are_measured and all(is_known for _, is_known, *_ in seen)):
+        here = self.budget.bytes, self._need_is_known, self._running.windows.windows(), eager_bytes
+        gpu_bytes_by_rank, needs_are_known, windows, eager_bytes_by_rank = zip(*gather_values(here), strict=True)
+        are_measured = None not in windows
+        if not self._plans_for_less and not (are_measured and all(needs_are_known)):
             # The backward of a forward that needs more than any before may need the memory. An interrupt may have
             # prevented a measurement.
             if not are_measured:
@@ -189,8 +189,8 @@ class GpuMemory:
         before, must_move = self._request, self._plans_for_less
         if are_measured:
             self._request = replace(before, windows=slowest(windows))
-        gpu_bytes = max(before.fixed_bytes, min(budget_bytes for budget_bytes, *_ in seen))
-        budgets = Budgets(gpu_bytes=gpu_bytes, eager_bytes=min(of_rank for *_, of_rank in seen))
+        gpu_bytes = max(before.fixed_bytes, min(gpu_bytes_by_rank))
+        budgets = Budgets(gpu_bytes=gpu_bytes, eager_bytes=min(eager_bytes_by_rank))
         self._request = replace(self._request, budgets=budgets, uses=self._running.uses)
         self._planned_for, self._plans_for_less = self.budget.bytes, False
         self._next_plan = self._after_plan(is_for_less=must_move)

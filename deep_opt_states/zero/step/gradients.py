@@ -16,7 +16,7 @@ weights, as in stock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -47,6 +47,7 @@ class Gradients:
 
     def __init__(self, optimizer: Any, buffers: Sequence[GradientBuffer], staging: Staging | None) -> None:
         self._optimizer = optimizer
+        self._dtype = masters_dtype(optimizer)
         self._staging = staging
         self.set_buffers(buffers)
         self._write_numbers = count(1)
@@ -110,7 +111,8 @@ class Gradients:
         self.end_window()
         self._waited_for_copies = False
         # In the order of host memory, so that neighbouring gradients are copied together.
-        for param, partition in sorted(zip(params, partitions, strict=True), key=lambda pair: self._position(pair[0])):
+        pairs = zip(params, partitions, strict=True)
+        for param, partition in sorted(pairs, key=lambda pair: place_of_gradient(optimizer, pair[0])):
             if has_gradient_here(optimizer, param):
                 first = param.ds_id not in self._summed
                 self._summed[param.ds_id] = param
@@ -161,10 +163,10 @@ class Gradients:
             self._staging.record_copies(event)
         return self._staging is not None
 
-    def finish_window(self) -> None:
-        """Complete the sums of a window that ``step()`` ends, with ``"managed_gradient_accumulation": false``."""
+    def finish_window(self, complete: Container[int] = ()) -> None:
+        """Complete all sums but those in ``complete``. ``step()`` calls this if no backward is known to be the last."""
         for param in self._params():
-            if param.ds_id in self._summed:
+            if param.ds_id in self._summed and param.ds_id not in complete:
                 self._finish(param)
         self._flush()
 
@@ -173,10 +175,7 @@ class Gradients:
 
         Gradients of an earlier step that were not written since become zero. An interrupted step may call this again.
         """
-        for param in self._params():
-            if param.ds_id in self._summed and param.ds_id not in self._written:
-                self._finish(param)
-        self._flush()
+        self.finish_window(complete=self._written)
         for ds_id, param in self._stale.items():
             if ds_id not in self._written:
                 self._forget_copy(param)
@@ -264,31 +263,25 @@ class Gradients:
             for segment, accumulator in zip(segments, accumulators, strict=True):
                 self._add_segment(segment.part(total), accumulator, first)
         for segment in segments:
-            if segment.buffer.device_accumulator is None:
-                belongs_on_host = self._in_host_memory(segment.buffer.grad)
-            else:
-                belongs_on_host = boundary
+            is_summed_elsewhere = segment.buffer.device_accumulator is not None
+            belongs_on_host = boundary if is_summed_elsewhere else self._in_host_memory(segment.buffer.grad)
             if belongs_on_host:
                 self._send(segment, total)
         return total
 
     def _add_segment(self, total: torch.Tensor, accumulator: torch.Tensor, first: bool) -> None:
         """Add ``accumulator`` to ``total`` unless this is the first gradient, and keep the sum if it stays there."""
-        if self._in_host_memory(accumulator):
+        if not self._in_host_memory(accumulator):
             if not first:
-                self._add_host_accumulator(total, accumulator)
-            return
-        if not first:
-            total.add_(accumulator)
-        accumulator.copy_(total)
-
-    def _add_host_accumulator(self, total: torch.Tensor, accumulator: torch.Tensor) -> None:
-        """Add ``accumulator``, which is in host memory, to ``total`` on the accelerator: the host would be slow."""
-        assert self._staging is not None
-        if not self._waited_for_copies:
-            self._staging.wait_for_copies()
-            self._waited_for_copies = True
-        self._staging.add_to(total, accumulator)
+                total.add_(accumulator)
+            accumulator.copy_(total)
+        elif not first:
+            # On the accelerator: the host would be slow.
+            assert self._staging is not None
+            if not self._waited_for_copies:
+                self._staging.wait_for_copies()
+                self._waited_for_copies = True
+            self._staging.add_to(total, accumulator)
 
     def _finish(self, param: Parameter) -> None:
         """Complete the sum of a parameter, which was not known to be the last when the last gradient was added."""
@@ -341,14 +334,6 @@ class Gradients:
 
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self._optimizer.fp16_groups for param in group)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return masters_dtype(self._optimizer)
-
-    def _position(self, param: Parameter) -> tuple[int, int]:
-        sub_group, offset, _ = place_of_gradient(self._optimizer, param)
-        return sub_group, offset
 
     def _copied(self, param: Parameter) -> torch.Tensor:
         """Return a copy of the parameter's part of the gradient buffers, shape [partition_numel]."""
