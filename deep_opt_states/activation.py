@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from deep_opt_states import log
-from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
+from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, REPLACED_OPTIMIZER, ignored_blocks, is_our_block
 
 _is_active: bool | None = None
 """Whether the hooks are registered; None before the first call of ``activate``."""
@@ -36,7 +36,7 @@ def activate() -> None:
         register_post_import_hook(_hook_config, "deepspeed.runtime.config")
         register_post_import_hook("deep_opt_states.waiting:watch_loader", "torch.utils.cpp_extension")
         register_post_import_hook("deep_opt_states.waiting:watch_rendezvous", "deepspeed.comm.comm")
-        register_post_import_hook("deep_opt_states.accelerate_hook:warn_early", "accelerate.utils.deepspeed")
+        register_post_import_hook(_hook_accelerate, "accelerate.utils.deepspeed")
         _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
         # No warnings.warn: where warnings are errors, it would break `import torch`.
@@ -44,7 +44,6 @@ def activate() -> None:
 
 
 def is_active() -> bool:
-    """Return whether the hooks are registered in this process."""
     return bool(_is_active)
 
 
@@ -99,6 +98,32 @@ def _hook_config(module: Any) -> None:
     if not _wrap(module, "DeepSpeedConfig", "_initialize_params", initialize_params):
         # A release without the method must not train with stock unnoticed.
         _wrap(module, "DeepSpeedConfig", "__init__", initialize)
+
+
+def _hook_accelerate(module: Any) -> None:
+    """Wrap the functions that read a config and replace an optimizer: warn before weights are loaded."""
+    from wrapt import wrap_function_wrapper
+
+    def read_config(wrapped: Any, hf_config: Any, args: Any, kwargs: Any) -> None:
+        # Accelerate and the Trainer read a config before they load weights, and DeepSpeed does so afterwards.
+        wrapped(*args, **kwargs)
+        if plugin_for(hf_config):
+            from deep_opt_states.config import enabled_config
+            from deep_opt_states.zero.start.accelerated import warn_of_config
+
+            if enabled_config(json_of(hf_config)) is not None:
+                warn_of_config(json_of(hf_config))
+
+    def replace_optimizer(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        replacing = wrapped(*args, **kwargs)
+        setattr(replacing, REPLACED_OPTIMIZER, type(args[0] if args else kwargs["optimizer"]))
+        return replacing
+
+    # Only warnings depend on them, so a release that lacks one works.
+    with suppress(AttributeError):
+        wrap_function_wrapper(module, "HfDeepSpeedConfig.__init__", read_config)
+    with suppress(AttributeError):
+        wrap_function_wrapper(module, "map_pytorch_optim_to_deepspeed", replace_optimizer)
 
 
 def plugin_for(ds_config: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.runtime.state_memory import StateMemory
-from deep_opt_states.zero.checkpoint_contents import MOMENTS, shown
+from deep_opt_states.zero.checkpoint_check import MOMENTS, shown
 from perf_model.schedule.workload import STATES
 
 

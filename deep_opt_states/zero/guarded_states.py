@@ -13,11 +13,15 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deep_opt_states import log
 from deep_opt_states.zero.assigned_states import AssignedStates
-from deep_opt_states.zero.checkpoint_contents import MOMENTS
+from deep_opt_states.zero.checkpoint_check import MOMENTS
 from deep_opt_states.zero.checkpoint_saving import KeptError
 from deep_opt_states.zero.internals.agreement import raise_together
-from deep_opt_states.zero.internals.compat import all_gather_partitions, flat_parameters, partition_rank
-from deep_opt_states.zero.internals.older import with_later_hooks
+from deep_opt_states.zero.internals.compat import (
+    all_gather_partitions,
+    flat_parameters,
+    partition_rank,
+    with_later_hooks,
+)
 from deep_opt_states.zero.start.assembly import Assembly
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gradients import Gradients

@@ -193,7 +193,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         if self._assembly.context.defers and running.uses is None and (names := self._gathers.used_names()) is not None:
             running.uses, changed = tuple(names), True
             if memory is None:
-                running.order_by(self._gathers.first_uses() or ())
+                running.order_by(self._gathers.first_uses())
         if memory is not None:
             changed |= memory.adapt(is_short_anywhere=self._update.memory_is_short_anywhere)
         if changed:
@@ -236,7 +236,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         # The norm may read gradients in host memory. The host waits for this stream before the update starts.
         self._gradients.wait_for_copies()
         self._steps.clear()
-        self._norms.forget()
         self._window_is_open = False
         # After the window is complete: even if this step is refused, the window must not be added to the next one.
         self._update.raise_if_failed()

@@ -21,7 +21,7 @@ class VirtualForward:
     def __init__(self, forward_s: Sequence[float], publish_s: float, *, all_gather_s: float = 0.0, ahead: int = 1):
         self.forward_s, self.publish_s, self.all_gather_s, self.ahead = forward_s, publish_s, all_gather_s, ahead
         self.device = VirtualDevice()
-        self.exposure = Exposure(self.device, max_intervals=100)
+        self.exposure = Exposure(self.device)
         self.gathering = self.device.stream()
         self.reported: list[tuple[PhaseSpan, ...]] = []
 

@@ -1,6 +1,11 @@
 """Read, call and replace private attributes of DeepSpeed's objects, and of PyTorch's modules and optimizers.
 
 Only this folder, and the hooks that ``stage3.py`` and its base classes override, depend on private names.
+
+Names that older releases lack are replaced where they are used, here and in ``spans.py``, and hooks at the end of this
+file, in classes whose names contain the first release that has the hook. ``device/kernels/arithmetic.py`` finds the
+powers of beta before 0.19 by trying, ``step()`` before 0.19.8 continues after a norm that is inf or NaN, and
+``start/refusals.py`` refuses missing features.
 """
 
 from __future__ import annotations
@@ -85,11 +90,6 @@ def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
 # The stage-3 optimizer. ``optimizer`` is a ``DeepSpeedZeroOptimizer_Stage3``.
 
 
-def param_coordinator(optimizer: Any) -> Any:
-    """Return the ``PartitionedParameterCoordinator`` that gathers the parameters of modules."""
-    return optimizer._get_param_coordinator()
-
-
 def is_boundary(optimizer: Any) -> bool:
     """Return whether this backward ends an accumulation window."""
     found = optimizer.is_gradient_accumulation_boundary
@@ -161,11 +161,6 @@ def has_gradient_here(optimizer: Any, param: Parameter) -> bool:
     return param.partition_numel() * partition_rank(optimizer, param) < param.ds_numel
 
 
-def is_its_own_partition(param: Parameter) -> bool:
-    """Return whether the gathered ``param`` is the partition itself, because one rank holds all of it."""
-    return bool(param.ds_tensor.numel() == param.ds_numel)
-
-
 def place_of_gradient(optimizer: Any, param: Parameter) -> tuple[int, int, int]:
     """Return the sub-group of ``param``, the position of its first element there, and its length on this rank."""
     return tuple(optimizer.grad_position[optimizer.get_param_id(param)])
@@ -224,3 +219,41 @@ def ranges_of_partitioned_params(optimizer: Any) -> dict[int, tuple[int, int, in
 
 def _persistent_ids(optimizer: Any) -> set[int]:
     return {param.ds_id for param in optimizer.persistent_parameters}
+
+
+# Hooks that older releases lack
+
+
+class BackwardBefore_0_18_3:
+    """A part of stock's optimizer whose method ``backward`` calls the hook ``backward_prologue`` of later releases."""
+
+    def backward_prologue(self) -> None:
+        """Do nothing: the work of later releases here is a part of this ``backward``."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients as stock does, after the hook."""
+        self.backward_prologue()
+        super().backward(*args, **kwargs)  # type: ignore[misc]
+
+
+class ForwardBefore_0_18_5:
+    """A part of stock's optimizer that calls the hook ``clear_backward_seen_flag`` of later releases."""
+
+    module: torch.nn.Module
+    _grad_acc_hooks: list[Any]
+
+    def clear_backward_seen_flag(self) -> None:
+        """Do nothing: there is no such flag."""
+
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """Create stock's hooks, and one that is called before each forward, where later engines call the method."""
+        super().create_reduce_and_remove_grad_hooks()  # type: ignore[misc]
+        before_forward = self.module.register_forward_pre_hook(lambda *args: self.clear_backward_seen_flag())
+        self._grad_acc_hooks.append(before_forward)
+
+
+def with_later_hooks(stock: Any) -> Any:
+    """Return stock's class, with the hooks of backward and forward that this release lacks."""
+    parts = {"backward_prologue": BackwardBefore_0_18_3, "clear_backward_seen_flag": ForwardBefore_0_18_5}
+    missing = [part for name, part in parts.items() if not hasattr(stock, name)]
+    return type(stock.__name__, (*missing, stock), {}) if missing else stock

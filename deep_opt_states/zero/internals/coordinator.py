@@ -16,12 +16,12 @@ from deep_opt_states.zero.internals.compat import Parameter
 
 
 class Coordinator:
-    """DeepSpeed's ``PartitionedParameterCoordinator``, with the names that the plugin uses."""
+    """The ``PartitionedParameterCoordinator`` of DeepSpeed's ``optimizer``, with the names that the plugin uses."""
 
     _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
+    def __init__(self, optimizer: Any) -> None:
+        self._coordinator = optimizer._get_param_coordinator()
         self._modules_in_forward = 0
         """The number of modules of the trace that forward has fetched; backward fetches the others."""
 

@@ -19,11 +19,11 @@ _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 HOOKS = {
-    "_configure_offloading": "offload_optimizer_config offload_param_config",
+    "_configure_offloading": "offload_optimizer_config offload_param_config *",
     "_create_fp32_partitions": "",
     "_finalize_offload_gradient_accumulation": "",
     "_get_fp32_grad_state_partition": "param release_swap_buffers",
-    "_get_fp32_opt_state_partition": "param release_swap_buffers optim_state_key",
+    "_get_fp32_opt_state_partition": "param release_swap_buffers optim_state_key *",
     "_get_norm_groups": "",
     "_get_state": "",
     "_optimizer_step": "sub_group_id",
@@ -42,35 +42,26 @@ HOOKS = {
     "create_reduce_and_remove_grad_hooks": "",
     "destroy": "",
     "get_fp32_grad_partitions": "",
-    "get_full_hp_param": "param optim_state_key",
+    "get_full_hp_param": "param optim_state_key *",
     "has_overflow": "partition_gradients",
     "initialize_optimizer_states": "",
-    "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "checkpoint_dir",
-    "offload_states": "include device pin_memory non_blocking",
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "checkpoint_dir *",
+    "offload_states": "include device pin_memory non_blocking *",
     "partition_grads": "params_to_release grad_partitions",
     "reduce_independent_p_g_buckets_and_remove_grads": "param",
-    "reload_states": "non_blocking",
+    "reload_states": "non_blocking *",
     "set_fp32_grad_for_param": "value param",
-    "set_full_hp_param": "value param optim_state_key",
+    "set_full_hp_param": "value param optim_state_key *",
     "set_local_grad_for_param": "value param",
-    "set_local_hp_param": "value param optim_state_key",
+    "set_local_hp_param": "value param optim_state_key *",
     "unscale_and_clip_grads": "sub_group_id total_norm",
     "update_fp32_grad_for_param_vectorized": "update_func param_list",
     "zero_grad": "set_to_none",
 }
-"""The overridden methods of DeepSpeed's optimizer, with their parameters."""
+"""The overridden methods of DeepSpeed's optimizer, with their parameters, and ``*`` if ours pass further ones on."""
 
-PASS_FURTHER_ON = {
-    *("_configure_offloading", "_get_fp32_opt_state_partition", "get_full_hp_param", "offload_states", "reload_states"),
-    *("load_hp_checkpoint_state_from_checkpoint_dir_stage3", "set_full_hp_param", "set_local_hp_param"),
-    *("_all_gather", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "load_checkpoint"),
-    *("save_16bit_model", "save_checkpoint"),
-}
-"""The methods whose replacements pass further arguments on to DeepSpeed's own."""
-
-REPLACED = HOOKS.keys() - PASS_FURTHER_ON
-REPLACED |= {"_ensure_availability_of_partitioned_params", "_partition", "fetch_sub_module"}
-"""The methods whose replacements raise ``TypeError`` if DeepSpeed passes further arguments."""
+REPLACED = HOOKS.keys() | {"_ensure_availability_of_partitioned_params", "_partition", "fetch_sub_module"}
+"""The methods whose replacements raise ``TypeError`` if DeepSpeed passes further arguments, except those with ``*``."""
 
 METHODS: Mapping[str, Mapping[str, str]] = {
     _STAGE3: {
@@ -84,28 +75,28 @@ METHODS: Mapping[str, Mapping[str, str]] = {
         "_model_parallel_all_reduce": "tensor op",
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
-        "_all_gather": "param_list async_op hierarchy",
+        "_all_gather": "param_list async_op hierarchy *",
         "_ensure_availability_of_partitioned_params": "params",
         "_partition": "param_list force has_been_updated free_data",
     },
     _COORDINATOR: {"fetch_sub_module": "current_submodule forward", "is_complete_trace": ""},
     "deepspeed.runtime.engine:DeepSpeedEngine": {
-        "_configure_zero_optimizer": "optimizer",
-        "_do_sanity_check": "",
+        "_configure_zero_optimizer": "optimizer *",
+        "_do_sanity_check": "*",
         "_get_all_ckpt_names": "checkpoints_path tag",
         "_get_ckpt_name": "checkpoints_path tag",
         "_get_zero_ckpt_name": "checkpoints_path tag",
         "_copy_recovery_script": "save_path",
-        "load_checkpoint": "load_dir tag",
-        "save_16bit_model": "save_dir",
-        "save_checkpoint": "save_dir tag",
+        "load_checkpoint": "load_dir tag *",
+        "save_16bit_model": "save_dir *",
+        "save_checkpoint": "save_dir tag *",
     },
-    "deepspeed.runtime.config:DeepSpeedConfig": {"_initialize_params": "param_dict"},
+    "deepspeed.runtime.config:DeepSpeedConfig": {"_initialize_params": "param_dict *"},
     "deepspeed.utils.nvtx:": {"_range_pop": "accelerator", "_range_push": "accelerator msg"},
 }
 """The parameters, without ``self``, of each method that is overridden, wrapped or called, by its class or module.
 
-A release may add parameters to a method in ``PASS_FURTHER_ON``, and with defaults to one that is not in ``REPLACED``.
+A release may add parameters to a method with ``*``, and with defaults to one that is not in ``REPLACED``.
 """
 
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
@@ -126,7 +117,7 @@ SINCE: Mapping[str, str] = {
     "backward_prologue": "0.18.3",
     "clear_backward_seen_flag": "0.18.5",
 }
-"""The first release with a method. In older ones, ``compat.py``, ``older.py`` or ``spans.py`` replace it."""
+"""The first release with a method. In older ones, ``compat.py`` or ``spans.py`` replaces it."""
 
 
 def missing_names(
@@ -149,10 +140,11 @@ def missing_names(
 
 
 def _can_be_used(name: str, found: list[str], expected: list[str]) -> bool:
-    known, further = found[: len(expected)], found[len(expected) :]
-    if [parameter.removesuffix("=") for parameter in known] != expected:
+    named = [parameter for parameter in expected if parameter != "*"]
+    known, further = found[: len(named)], found[len(named) :]
+    if [parameter.removesuffix("=") for parameter in known] != named:
         return False
-    if name in PASS_FURTHER_ON:
+    if "*" in expected:
         return True
     return not further if name in REPLACED else all(parameter.endswith(("=", "*")) for parameter in further)
 

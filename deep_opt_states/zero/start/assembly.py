@@ -45,7 +45,7 @@ from deep_opt_states.zero.step.gpu_memory import GpuBudget
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
 from deep_opt_states.zero.step.measured_windows import FIRST_UPDATES, MeasuredWindows
-from deep_opt_states.zero.step.running_plan import RunningPlan, max_intervals, reserve
+from deep_opt_states.zero.step.running_plan import RunningPlan, reserve
 from deep_opt_states.zero.step.staging import Staging
 from perf_model.prediction.memory import TrainingSetup, memory_of, staging_numel
 from perf_model.schedule.cutting import WHOLE_SUB_GROUPS
@@ -208,7 +208,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         memory=memory,
         executor=executor,
         gradients=gradients,
-        exposure=Exposure(device, max_intervals(plan)),
+        exposure=Exposure(device),
         windows=MeasuredWindows(device, FIRST_UPDATES if needs_windows else 0, needs_forward=context.defers),
         gradient_buffers=context.gradient_buffers,
     )

@@ -29,12 +29,13 @@ class Interval:
 
 
 class UpdateWaits:
-    """The waits for one update: at most ``max_intervals`` intervals, with events from the constructor."""
+    """The waits for one update, with events that serve the second update after it again."""
 
-    def __init__(self, device: Device[Any], max_intervals: int) -> None:
+    def __init__(self, device: Device[Any]) -> None:
         self._device = device
-        self._reserved = [Interval(device.event(), device.event()) for _ in range(max_intervals)]
+        self._intervals: list[Interval] = []
         self._used = 0
+        """The number of intervals of this update, the first ones."""
         self._unfinished = 0
         """The number of intervals that have not ended, which an exception may leave."""
         self._waits: list[tuple[Interval, ...]] = []
@@ -129,13 +130,12 @@ class UpdateWaits:
 
     @contextmanager
     def _interval(self, add: Callable[[Interval], object]) -> Iterator[None]:
-        """Record an interval on the current stream, and ``add`` it at its end, if an event is left for it."""
-        if self._used == len(self._reserved):
-            yield
-            return
-        self._unfinished += 1
-        interval = self._reserved[self._used]
+        """Record an interval on the current stream, and ``add`` it at its end."""
+        if self._used == len(self._intervals):
+            self._intervals.append(Interval(self._device.event(), self._device.event()))
+        interval = self._intervals[self._used]
         self._used += 1
+        self._unfinished += 1
         stream = self._device.current_stream()
         stream.record(interval.start)
         yield
@@ -150,17 +150,12 @@ class Exposure:
     The waits for an update can be read until the second update after it is prefetched or starts.
     """
 
-    def __init__(self, device: Device[Any], max_intervals: int) -> None:
+    def __init__(self, device: Device[Any]) -> None:
         self._device = device
+        self.waits, self.previous_waits = UpdateWaits(device), UpdateWaits(device)
         self._prefetch_marked = False
         self.iteration: IterationTimes | None = None
         """The iteration after the update that is being reported; None while it is unknown."""
-        self.reserve(max_intervals)
-
-    def reserve(self, max_intervals: int) -> None:
-        """Reserve events for updates with up to ``max_intervals`` waits each, after earlier updates were reported."""
-        assert not self._prefetch_marked
-        self.waits, self.previous_waits = (UpdateWaits(self._device, max_intervals) for _ in range(2))
 
     def mark_prefetch(self) -> bool:
         """Mark where prefetching for the next update starts, and return whether it was not marked yet."""

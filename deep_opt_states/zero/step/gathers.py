@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from deep_opt_states.zero.internals import partition_hooks
-from deep_opt_states.zero.internals.compat import (
-    Parameter,
-    is_its_own_partition,
-    param_coordinator,
-    ranges_of_partitioned_params,
-)
+from deep_opt_states.zero.internals.compat import Parameter, ranges_of_partitioned_params
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.step.direct_writes import DirectWrites, checks_direct_writes
 from deep_opt_states.zero.step.running_plan import RunningPlan
@@ -34,7 +29,7 @@ class Gathers:
         self._update, self._running = update, running
         self._ranges = ranges_of_partitioned_params(optimizer)
         self._units_of_workload: tuple[Workload, dict[int, tuple[int, ...]]] | None = None
-        self._coordinator = Coordinator(param_coordinator(optimizer))
+        self._coordinator = Coordinator(optimizer)
         self._caller_may_have_written = True
         self._is_in_step = False
         # Also frozen parameters, which the caller may write to and forward gathers.
@@ -59,11 +54,9 @@ class Gathers:
         ds_ids = self._coordinator.uses()
         return None if ds_ids is None else [self._names[ds_id] for ds_id in ds_ids if ds_id in self._names]
 
-    def first_uses(self) -> list[int] | None:
-        """Return the units in the order in which forward needs them, as on all ranks; None until it is recorded."""
-        ds_ids = self._coordinator.uses()
-        if ds_ids is None:
-            return None
+    def first_uses(self) -> list[int]:
+        """Return the units in the order in which forward needs them, as on all ranks; none until that is recorded."""
+        ds_ids = self._coordinator.uses() or ()
         return list(dict.fromkeys(unit for ds_id in ds_ids for unit in self._units.get(ds_id, ())))
 
     @property
@@ -101,8 +94,8 @@ class Gathers:
         """Wait for the update of ``params``, and let the caller write to the partitions that it receives."""
         if any(param.ds_id in self._units for param in params):
             self._finish_update()
-        if not self._is_in_step and any(is_its_own_partition(param) for param in self._own(params)):
-            # The caller may write to such a partition before ``before_write`` is called.
+        # If one rank holds all of a parameter, the caller writes to the partition itself, before ``before_write``.
+        if not self._is_in_step and any(param.ds_tensor.numel() == param.ds_numel for param in self._own(params)):
             self.direct_writes.allow(params)
 
     def before_all_gather_coalesced(self, params: Sequence[Parameter]) -> None:

@@ -51,10 +51,6 @@ class Norms:
             expert_parallel_group(optimizer, params) for params in optimizer.fp16_groups
         )
 
-    def forget(self) -> None:
-        """Discard norms of the previous step. Call this at the start of a step."""
-        self._roots = None
-
     def overflow(self) -> bool:
         """Return whether the norm of any parameter is not finite on any rank. Collective."""
         optimizer = self._optimizer

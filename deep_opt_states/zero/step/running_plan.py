@@ -120,8 +120,6 @@ class RunningPlan:
             here, units = reserve(here, self.memory)
             self.executor.load_plan(here.schedule, units)
             self.gradients.set_buffers(self.gradient_buffers(here, units, self.is_evicted))
-            if plan is not self.plan:
-                self.exposure.reserve(max_intervals(plan))
         except torch.OutOfMemoryError:
             raise
         except BaseException as error:
@@ -149,12 +147,3 @@ def reserve(plan: UpdatePlan, memory: StateMemory) -> tuple[UpdatePlan, list[Uni
         plan = replace(plan, eager=frozenset())
         memory.set_plan(plan)
     return plan, memory.units
-
-
-def max_intervals(plan: UpdatePlan) -> int:
-    """Return how many waits for one update with ``plan`` are measured at most.
-
-    There is one at the step, one before backward, one for each of at most three actions per unit, and three for each
-    unit: by the gathering stream, by the computing stream for that stream, and by the computing stream itself.
-    """
-    return 2 + (3 + 3) * len(plan.placements)

@@ -21,8 +21,7 @@ from deepspeed.runtime import lr_schedules
 from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.optim import lr_scheduler
 
-from deep_opt_states.zero.checkpoint_check import CheckpointError, check_before_loading
-from deep_opt_states.zero.checkpoint_contents import shown
+from deep_opt_states.zero.checkpoint_check import CheckpointError, check_before_loading, shown
 from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 from tests.ranks import ranks
 from tests.zero.checkpoints.test_malformed import Loaded
