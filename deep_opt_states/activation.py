@@ -18,7 +18,6 @@ from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, REPLACED_OPTIMI
 _is_active: bool | None = None
 """Whether the hooks are registered; None before the first call of ``activate``."""
 
-_warned_of: set[tuple[str, str]] = set()
 _models: list[Any] = []
 """The models of the engines that are being constructed, the last one innermost."""
 
@@ -170,21 +169,17 @@ def _report_ignored_blocks(ds_config: Any) -> None:
     if CONFIG_KEY not in param_dict:
         # No error: a misspelled name may be the user's own.
         for block in blocks:
-            _warn_of_misspelled(block.path, block.block)
+            _warn_of_misspelled(block.path)
         for key in in_yaml:
-            _warn_of_misspelled(("deepspeed_config", key), None)
+            _warn_of_misspelled(("deepspeed_config", key))
 
 
-def _warn_of_misspelled(path: tuple[object, ...], block: object) -> None:
-    """Warn once per misspelled block, since DeepSpeed may read a config several times."""
-    dotted = ".".join(map(str, path))
-    if (dotted, repr(block)) in _warned_of:
-        return
-    _warned_of.add((dotted, repr(block)))
+def _warn_of_misspelled(path: tuple[object, ...]) -> None:
     place = " at the top level" if len(path) > 1 else ""
-    log.warn(
-        f'the key "{dotted}" in the DeepSpeed config has no effect: did you mean "{CONFIG_KEY}"{place}? '
-        f"Until that is changed, stock DeepSpeed trains."
+    # DeepSpeed may read a config several times.
+    log.warn_once(
+        f'the key "{".".join(map(str, path))}" in the DeepSpeed config has no effect: did you mean '
+        f'"{CONFIG_KEY}"{place}? Until that is changed, stock DeepSpeed trains.'
     )
 
 

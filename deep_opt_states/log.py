@@ -57,13 +57,11 @@ def _this_rank() -> int:
 
 
 def info(message: str) -> None:
-    """Log ``message`` on rank 0."""
     if _this_rank() == 0:
         _logger().info(message)
 
 
 def warn(message: str) -> None:
-    """Log the warning ``message`` on rank 0."""
     if _this_rank() == 0:
         _logger().warning(message)
 
@@ -72,12 +70,10 @@ info_once, warn_once = cache(info), cache(warn)
 
 
 def warn_this_rank(message: str) -> None:
-    """Log the warning ``message`` on this rank."""
     _logger().warning(_prefix() + message)
 
 
 def info_this_rank(message: str) -> None:
-    """Log ``message`` on this rank."""
     _logger().info(_prefix() + message)
 
 

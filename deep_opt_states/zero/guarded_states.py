@@ -136,10 +136,7 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
         self._gradients.mark_set_by_user([param])
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: Any) -> None:
-        """Replace the gradients of ``param_list`` by ``update_func(gradient, param)``, of the whole shape.
-
-        This is a collective over the ranks that share these parameters.
-        """
+        """Replace whole gradients by ``update_func(gradient, param)``: a collective over the ranks that share them."""
         params = [param for param in param_list if param.requires_grad]
         # Stock's order of collectives: sub-groups in the order of their first parameter here.
         by_sub_group: dict[int, list[Any]] = {}

@@ -30,7 +30,7 @@ from deep_opt_states.zero.internals.compat import (
     restore_param_views,
     waits_for_current_stream,
 )
-from deep_opt_states.zero.start.assembly import Assembly, assemble
+from deep_opt_states.zero.start.assembly import assemble
 from deep_opt_states.zero.start.devices import AcceleratorChoice
 from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.step.buckets import Buckets
@@ -38,7 +38,6 @@ from deep_opt_states.zero.step.eager import EagerUpdates
 from deep_opt_states.zero.step.gathers import Gathers
 from deep_opt_states.zero.step.gpu_memory import GpuMemory, WatchedForwards
 from deep_opt_states.zero.step.norms import Norms
-from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
@@ -53,10 +52,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     device: Any
     accounting_device: AccountingDevice
     report: UpdateReporter
-
-    _assembly: Assembly
-    _running: RunningPlan
-    _update: Update
 
     @property
     def plan(self) -> UpdatePlan:

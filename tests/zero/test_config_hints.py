@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from deepspeed.runtime.config import DeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from deep_opt_states import activation, log
+from deep_opt_states import log
 from deep_opt_states.cli.config_check import examine_config
 from deep_opt_states.config import ConfigError, Unsupported
 from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, ignored_blocks, is_our_block
@@ -92,8 +93,7 @@ def test_a_block_in_the_yaml_file_of_accelerate_is_refused(monkeypatch: pytest.M
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(log, "warn", lines.append)
-    monkeypatch.setattr(log, "warn_once", lines.append)
-    monkeypatch.setattr(activation, "_warned_of", set())
+    monkeypatch.setattr(log, "warn_once", cache(lines.append))
     return lines
 
 

@@ -184,10 +184,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 def _body(owner: Any) -> list[ast.stmt]:
     """Return the statements of a class or a module, or none without Python source."""
     try:
-        tree = ast.parse(inspect.getsource(inspect.getmodule(owner) or owner))
+        statements = ast.parse(inspect.getsource(owner)).body
     except (TypeError, OSError):
         return []
-    if not inspect.isclass(owner):
-        return tree.body
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
-    return [statement for node in classes for statement in node.body]
+    return statements if inspect.ismodule(owner) else statements[0].body  # type: ignore[attr-defined]

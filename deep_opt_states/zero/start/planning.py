@@ -172,7 +172,12 @@ def _load_profile(
     path = Path(config.profile)
     text = raise_together(lambda: HardwareProfile.read(path).to_json() if ranks.rank == 0 else "")
     profile = HardwareProfile.from_json(ranks.gather(text)[0])
-    _refuse_other_machine(profile, path, accelerator)
+    if profile.has_accelerator == accelerator.slots_on_host:
+        trains, has = ("the CPU", "with a GPU") if accelerator.slots_on_host else ("a GPU", "without one")
+        raise ProfileError(
+            f"{CONFIG_KEY}.profile: must be of a machine like the one that trains, here on {trains}, found {path} of "
+            f"one {has}.\nWrite one here with: deep-opt-states profile --output profile.json"
+        )
     measured, training = profile.provenance.ranks, max(map(len, ranks_by_node(ranks, os.environ)))
     if measured != training:
         log.warn(
@@ -180,13 +185,3 @@ def _load_profile(
             f"train; shared resources are predicted for {measured}"
         )
     return profile
-
-
-def _refuse_other_machine(profile: HardwareProfile, path: Path, accelerator: AcceleratorChoice) -> None:
-    if profile.has_accelerator != accelerator.slots_on_host:
-        return
-    trains, has = ("the CPU", "with a GPU") if accelerator.slots_on_host else ("a GPU", "without one")
-    raise ProfileError(
-        f"{CONFIG_KEY}.profile: must be of a machine like the one that trains, here on {trains}, found {path} of one "
-        f"{has}.\nWrite one here with: deep-opt-states profile --output profile.json"
-    )

@@ -241,9 +241,7 @@ class Gradients:
 
     def mark_set_by_user(self, params: Iterable[Parameter]) -> None:
         """Record that the user has set the gradients of ``params``. As in stock, frozen ones are ignored."""
-        for param in params:
-            if param.requires_grad:
-                self._written[param.ds_id] = param
+        self._written |= {param.ds_id: param for param in params if param.requires_grad}
 
     def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
         """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now."""

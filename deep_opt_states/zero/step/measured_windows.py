@@ -35,11 +35,7 @@ class MeasuredWindows:
         self._device = device
         self._forward = Interval(device.event(), device.event())
         self._is_used, self._needs_forward = updates > 0, needs_forward
-        self._updates_left = self._samples = updates
-        self._has_started = self._has_ended = self._is_disturbed = False
-        """Whether the start and the end of ``_forward`` are recorded, and whether other work came in between."""
-        self._backward_s: list[float] = []
-        self._forward_s: list[float] = []
+        self._measure(updates)
         self._slowed: dict[bool, deque[SlowedForward]] = {
             has_copies: deque(maxlen=SLOWED_FORWARDS) for has_copies in (False, True)
         }
@@ -54,10 +50,14 @@ class MeasuredWindows:
 
         The last update was reported, and no flush is in flight.
         """
-        self._updates_left = self._samples = int(self._is_used)
+        self._measure(int(self._is_used))
+
+    def _measure(self, updates: int) -> None:
+        self._updates_left = self._samples = updates
         self._has_started = self._has_ended = self._is_disturbed = False
-        self._backward_s.clear()
-        self._forward_s.clear()
+        """Whether the start and the end of ``_forward`` are recorded, and whether other work came in between."""
+        self._backward_s: list[float] = []
+        self._forward_s: list[float] = []
 
     def update_starts(self) -> None:
         """Count an update that has to end inside ``step()``, where no interrupt on one rank can prevent it."""
