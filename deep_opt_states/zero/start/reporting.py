@@ -52,15 +52,14 @@ class EngineProgress:
         """Return the reporter of the updates that run on ``assembly``. Ranks above 0 only log slow CPU updates."""
         self._plan = assembly.running.plan
         sinks: list[ReportSink] = [SlowCpu()]
-        if dist.get_rank() > 0:
-            return UpdateReporter(_reported_plan(assembly), sinks, self.progress)
-        sinks.append(ProgressLine(config.log_every))
-        if self._monitor.enabled:
-            sinks.append(MonitorEvents(config.log_every, self._monitor.write_events))
-        if config.report is not None:
-            began = datetime.now().astimezone().isoformat(timespec="seconds")
-            describe = partial(self._describe, assembly.context.device, began)
-            sinks.append(RunWriter(Path(config.report), config.log_every, describe))
+        if dist.get_rank() == 0:
+            sinks.append(ProgressLine(config.log_every))
+            if self._monitor.enabled:
+                sinks.append(MonitorEvents(config.log_every, self._monitor.write_events))
+            if config.report is not None:
+                began = datetime.now().astimezone().isoformat(timespec="seconds")
+                describe = partial(self._describe, assembly.context.device, began)
+                sinks.append(RunWriter(Path(config.report), config.log_every, describe))
         return UpdateReporter(_reported_plan(assembly), sinks, self.progress)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:

@@ -16,9 +16,10 @@ weights, as in stock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ class Gradients:
         self._dtype = masters_dtype(optimizer)
         self._staging = staging
         self.set_buffers(buffers)
-        self._write_numbers = count(1)
         self._waited_for_copies = False
         """Whether the current stream waits for the copies of all sums to which the current bucket may be added."""
         self._by_user: dict[int, torch.Tensor] = {}
@@ -63,8 +63,8 @@ class Gradients:
         """Whether ``_written`` has the gradients of a complete window, for which no update has begun."""
         self._summed: dict[int, Parameter] = {}
         """The parameters with a sum in this accumulation window, to which the next gradient is added, by ``ds_id``."""
-        self._writes: dict[int, int] = {}
-        """The number of the last write to each buffer, by its index: counted before the memory changes."""
+        self._writes: Counter[int] = Counter()
+        """The number of writes to each buffer, by its index: counted before the memory changes."""
         self._unscaled: dict[int, float] = {}
         """The factor that stock would have multiplied into the gradient, by ``ds_id``: our kernels only read them."""
 
@@ -154,8 +154,8 @@ class Gradients:
         }
 
     def writes_to(self, parts: Sequence[int]) -> list[int]:
-        """Return the number of the last write to each of these buffers."""
-        return [self._writes.get(part, 0) for part in parts]
+        """Return the number of writes to each of these buffers."""
+        return [self._writes[part] for part in parts]
 
     def record_copies(self, event: Event) -> bool:
         """Record ``event`` behind the copies to host memory, and return whether there are any to wait for."""
@@ -180,7 +180,7 @@ class Gradients:
             if ds_id not in self._written:
                 self._forget_copy(param)
                 for segment in self._segments.of_param(param):
-                    self._count_write(segment)
+                    self._writes[segment.index] += 1
                     segment.view(segment.buffer.grad).zero_()
         self._is_complete = True
         self._summed.clear()
@@ -246,8 +246,7 @@ class Gradients:
     def _add(self, param: Parameter, partition: torch.Tensor, first: bool, boundary: bool) -> torch.Tensor:
         """Return the sum so far, on the accelerator, and copy it to host memory if it belongs there now."""
         segments = self._segments.of_param(param, partition.numel())
-        for segment in segments:
-            self._count_write(segment)
+        self._writes.update(segment.index for segment in segments)
         # DeepSpeed has converted the partition to the accumulation dtype, so that this copies nothing.
         total = partition.view(-1).to(segments[0].buffer.grad.dtype)
         accumulators = [segment.view(segment.buffer.accumulator) for segment in segments]
@@ -283,7 +282,7 @@ class Gradients:
         segments = self._segments.of_param(param)
         parts = []
         for segment in segments:
-            self._count_write(segment)
+            self._writes[segment.index] += 1
             part = segment.view(segment.buffer.accumulator)
             if self._in_host_memory(part):
                 self.wait_for_copies()
@@ -295,9 +294,6 @@ class Gradients:
             if segment.buffer.device_accumulator is not None:
                 self._send(segment, total)
         self._complete(param, total)
-
-    def _count_write(self, segment: Segment) -> None:
-        self._writes[segment.index] = next(self._write_numbers)
 
     def _complete(self, param: Parameter, total: torch.Tensor) -> None:
         """Record the norm of the complete gradient ``total``, which replaces one that the user has set."""

@@ -28,6 +28,8 @@ GradientBuffers = Callable[[UpdatePlan, Sequence[UnitState], bool], list[Gradien
 class RunningPlan:
     """The plan of one engine, and the parts of it that depend on the plan.
 
+    No method is a collective. No update is in flight when one is called, and no gradient is being reduced.
+
     If ``is_evicted``, training uses the accelerator memory of the plan on this rank, and the CPU updates every unit.
     ``plan`` stays the same on every rank: it decides which collectives forward calls.
 
@@ -49,29 +51,20 @@ class RunningPlan:
     uses: tuple[str, ...] | None = None
 
     def evict(self) -> None:
-        """Free all accelerator memory of the plan until ``restore``. This is no collective.
-
-        No update is in flight, and no gradient is being reduced. A window may be open.
-        """
+        """Free all accelerator memory of the plan until ``restore``. A window may be open."""
         if self.is_evicted or not self.holds_memory:
             return
         self.gradients.copy_open_sums_to_host()
         self.adopt(self.plan)
 
     def adopt(self, plan: UpdatePlan) -> None:
-        """Run ``plan``, the same on every rank, from the next update on, but evicted until ``restore``.
-
-        No update is in flight, and no gradient of the next window exists.
-        """
+        """Run ``plan``, the same on every rank, from the next update on, but evicted until ``restore``."""
         self.executor.sync_states_to_host()
         self.is_evicted = True
         self._set(plan)
 
     def restore(self) -> bool:
-        """Reserve the accelerator memory of the plan, and return whether there is enough. This is no collective.
-
-        No update is in flight, and no window is open. Without enough memory, the plan stays evicted.
-        """
+        """Reserve the accelerator memory of the plan, while no window is open, or stay evicted and return False."""
         # The units are built anew, without the shadows that may be current.
         self.executor.sync_states_to_host()
         self.is_evicted = False
@@ -85,10 +78,7 @@ class RunningPlan:
         return False
 
     def narrow_moments(self) -> None:
-        """Keep moments in the dtype of the masters from now on, without their values. This is no collective.
-
-        No update is in flight, and no gradient is being reduced. A window may be open.
-        """
+        """Keep moments in the dtype of the masters from now on, without their values. A window may be open."""
         self.executor.sync_states_to_host()
         self.gradients.copy_open_sums_to_host()
         self.memory.narrow_moments()
