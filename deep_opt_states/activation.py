@@ -133,19 +133,15 @@ def plugin_for(ds_config: Any) -> Any:
     from deep_opt_states.config import enabled_config
     from deep_opt_states.zero.start.release import check_release, missing_names_are_refused
 
-    config = enabled_config(param_dict)
-    if config is None:
-        # The ranks agree whether the plugin is on, so a rank with a disabled block takes part where it can.
-        with suppress(ImportError, AttributeError):
-            from deep_opt_states.zero import plugin
-
-            return plugin
-        return None
-    check_release()
-    with missing_names_are_refused():
+    is_enabled = enabled_config(param_dict) is not None
+    if is_enabled:
+        check_release()
+    # The ranks agree whether the plugin is on, so a rank with a disabled block takes part where it can.
+    with missing_names_are_refused() if is_enabled else suppress(ImportError, AttributeError):
         from deep_opt_states.zero import plugin
 
         return plugin
+    return None
 
 
 def json_of(ds_config: Any) -> dict[str, Any]:

@@ -18,7 +18,12 @@ from deep_opt_states.names import CHECK_SWITCH, CONFIG_KEY
 from deep_opt_states.zero.checkpoint_check import check_before_loading
 from deep_opt_states.zero.checkpoint_saving import save_16bit_model, save_checkpoint  # noqa: F401 (for the activation)
 from deep_opt_states.zero.internals.agreement import raise_together, same_on_all_ranks
-from deep_opt_states.zero.internals.compat import config_of, param_dict
+from deep_opt_states.zero.internals.compat import (
+    breakdown_forbids_deferring,
+    config_of,
+    param_dict,
+    unsynchronize_throughput_timer,
+)
 from deep_opt_states.zero.stage3 import DeepOptimizerStates_Stage3
 from deep_opt_states.zero.start.accelerated import warn_of_optimizer
 from deep_opt_states.zero.start.devices import AcceleratorChoice, choose_device
@@ -62,7 +67,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
     ds_config.zero_config.offload_optimizer.device = OffloadDeviceEnum.cpu
     if checks_direct_writes():
         log.info(f"{CHECK_SWITCH}=1: updates end inside step(), and direct writes to partitions are named")
-    if config.overlap_forward and (checks_direct_writes() or _breakdown_forbids_deferring(ds_config)):
+    if config.overlap_forward and (checks_direct_writes() or breakdown_forbids_deferring(ds_config)):
         config = config.model_copy(update={"overlap_forward": False})
     if config.overlap_forward and not accelerator.slots_on_host:
         unsynchronize_throughput_timer(ds_config)
@@ -74,30 +79,6 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
         return wrapped(*args, **kwargs)
     finally:
         stage3.DeepSpeedZeroOptimizer_Stage3 = stock
-
-
-def _breakdown_forbids_deferring(ds_config: Any) -> bool:
-    """Return whether DeepSpeed times ``step()`` separately, so that updates must end in it; log the consequence."""
-    if ds_config.wall_clock_breakdown:
-        log.warn(
-            '"wall_clock_breakdown", which "flops_profiler" enables as well, times step() with the whole update in it: '
-            "updates are not overlapped with the next forward"
-        )
-    return bool(ds_config.wall_clock_breakdown)
-
-
-def unsynchronize_throughput_timer(ds_config: Any) -> None:
-    """Make the throughput timer use the host's clock, unless the user has set ``synchronized`` to true."""
-    timer = ds_config.timers_config
-    if not (timer.enabled and timer.synchronized):
-        return
-    if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
-        log.warn(
-            '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on the '
-            "GPU are not overlapped with the next forward"
-        )
-        return
-    timer.synchronized = False
 
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:

@@ -21,8 +21,7 @@ from torch import profiler
 
 from deep_opt_states.cli.main import main
 from deep_opt_states.report.folder import RecordedRun
-from deep_opt_states.zero import plugin
-from deep_opt_states.zero.internals import spans
+from deep_opt_states.zero.internals import compat, spans
 from perf_model.prediction.timeline import Phase, seconds_of
 from perf_model.schedule.placement import Placement
 from tests.kernels.intercepted import before_each_update
@@ -218,6 +217,6 @@ def test_the_timer_waits_for_the_device_only_if_the_user_requests_it() -> None:
         timer = DeepSpeedThroughputTimerConfig(**throughput)
         config = SimpleNamespace(_param_dict={"timers": {"throughput": throughput}}, timers_config=timer)
         with mock.patch("deep_opt_states.log.warn") as log:
-            plugin.unsynchronize_throughput_timer(config)
+            compat.unsynchronize_throughput_timer(config)
         assert timer.synchronized == synchronized
         assert log.call_count == warnings

@@ -19,6 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import utils as zero_utils
 
+from deep_opt_states import log
 from perf_model.schedule.workload import Partition
 
 Parameter: TypeAlias = Any
@@ -46,6 +47,30 @@ def config_of(engine: Any) -> Any:
 def has_bf16_masters(ds_config: Any) -> bool:
     """Return whether the config requests bf16 master weights, which exist since 0.18.3."""
     return bool(getattr(ds_config.bfloat16_config, "bf16_master_weights_and_grads", False))
+
+
+def breakdown_forbids_deferring(ds_config: Any) -> bool:
+    """Return whether DeepSpeed times ``step()`` separately, so that updates must end in it; log the consequence."""
+    if ds_config.wall_clock_breakdown:
+        log.warn(
+            '"wall_clock_breakdown", which "flops_profiler" enables as well, times step() with the whole update in it: '
+            "updates are not overlapped with the next forward"
+        )
+    return bool(ds_config.wall_clock_breakdown)
+
+
+def unsynchronize_throughput_timer(ds_config: Any) -> None:
+    """Make the throughput timer use the host's clock, unless the user has set ``synchronized`` to true."""
+    timer = ds_config.timers_config
+    if not (timer.enabled and timer.synchronized):
+        return
+    if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
+        log.warn(
+            '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on the '
+            "GPU are not overlapped with the next forward"
+        )
+        return
+    timer.synchronized = False
 
 
 def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], int, Path]:
