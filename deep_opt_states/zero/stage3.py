@@ -231,6 +231,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         # The norm may read gradients in host memory. The host waits for this stream before the update starts.
         self._gradients.wait_for_copies()
         self._steps.clear()
+        self._norms.forget()
         self._window_is_open = False
         # After the window is complete: even if this step is refused, the window must not be added to the next one.
         self._update.raise_if_failed()

@@ -51,6 +51,10 @@ class Norms:
             expert_parallel_group(optimizer, params) for params in optimizer.fp16_groups
         )
 
+    def forget(self) -> None:
+        """Discard norms that a script has asked for since the last step. Call this at the start of a step."""
+        self._roots = None
+
     def overflow(self) -> bool:
         """Return whether the norm of any parameter is not finite on any rank. Collective."""
         optimizer = self._optimizer
