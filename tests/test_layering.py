@@ -32,29 +32,26 @@ log:
 files:
 sharing: files model.json_input
 waiting: log
-config: model.json_input model.prediction model.schedule model.units names
+config: log model.json_input model.prediction model.schedule model.units names
 runtime: device model.prediction model.schedule
 report: files log model.prediction model.schedule model.units
-zero.enabled: config log names
 host: config names
 zero.internals: log model.schedule names runtime waiting
 profiler: device files host model.prediction model.schedule waiting
-zero.checkpoint_contents: zero.internals
 zero.checkpoint_saving: model.units zero.internals
-zero.checkpoint_check: zero.checkpoint_contents zero.internals
+zero.checkpoint_check: zero.internals
 zero.step: device log model.plan_request model.prediction model.schedule model.units names runtime waiting
     zero.internals
-zero.assigned_states: model.schedule runtime zero.checkpoint_contents
+zero.assigned_states: model.schedule runtime zero.checkpoint_check
 zero.start: config device host log model.plan_request model.planner model.prediction model.schedule model.units
     names profiler report runtime waiting zero.internals zero.step
-zero.guarded_states: log zero.assigned_states zero.checkpoint_contents zero.checkpoint_saving zero.internals
+zero.guarded_states: log zero.assigned_states zero.checkpoint_check zero.checkpoint_saving zero.internals
     zero.start zero.step
 zero.stage3: config device model.prediction model.schedule report runtime zero.assigned_states
     zero.guarded_states zero.internals zero.start zero.step
-zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.enabled zero.internals
+zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.internals
     zero.stage3 zero.start zero.step
-activation: config log names zero.enabled zero.plugin zero.start
-accelerate_hook: activation names zero.enabled zero.start
+activation: config log names zero.plugin zero.start
 doctor: activation device host model.prediction model.units names waiting zero.internals
 cli: config doctor files model.cli model.prediction model.training_run names profiler report sharing zero.start
 zero:

@@ -31,7 +31,7 @@ def raise_together(action: Callable[[], Value]) -> Value:
 
     A rank raises its own exception, or else ``RanksDisagree`` with the exceptions of the other ranks.
     """
-    return same_on_all_ranks(action, lambda value: "")
+    return _agreed(lambda: (action(), ""))
 
 
 def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str]) -> Value:
@@ -39,11 +39,28 @@ def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str
 
     If ``find`` fails on a rank, or the texts differ, every rank raises: ``RanksDisagree``, or the rank's own exception.
     """
+
+    def find_and_describe() -> tuple[Value, str]:
+        value = find()
+        return value, describe(value)
+
+    return _agreed(find_and_describe)
+
+
+def gather_values(value: Value) -> list[Value]:
+    """Return every rank's value, ordered by rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    with waiting_for_ranks():
+        comm.cdb.all_gather_object(values, value)
+    return values
+
+
+def _agreed(run: Callable[[], tuple[Value, str]]) -> Value:
+    """Run ``run`` on every rank, and return its value if it fails on none and its descriptions are the same."""
     failure: Exception | None = None
     description = failed = ""
     try:
-        value = find()
-        description = describe(value)
+        value, description = run()
     except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
         failure, failed = error, f"{type(error).__name__}: {error}"
     try:
@@ -65,14 +82,6 @@ def same_on_all_ranks(find: Callable[[], Value], describe: Callable[[Value], str
             f"Give every rank the same DeepSpeed config and the same environment ({SWITCH}, {CHECK_SWITCH})."
         )
     return value
-
-
-def gather_values(value: Value) -> list[Value]:
-    """Return every rank's value, ordered by rank, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    with waiting_for_ranks():
-        comm.cdb.all_gather_object(values, value)
-    return values
 
 
 def _by_rank(texts: Sequence[str]) -> str:
@@ -111,5 +120,9 @@ class StepAgreement:
             failures = gather_values("" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0])
             if failure is None:
                 executor.fail(UpdateFailed.on_ranks(failures))
-        self.refusing_ranks = [rank for rank, flag in enumerate(refusing) if flag]
+        self.refusing_ranks = _ranks(refusing)
         return any(short)
+
+
+def _ranks(flags: Sequence[int]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if flag]
