@@ -144,7 +144,7 @@ class Config(BaseModel):
     """Whether updates start in backward, as soon as the gradients of a unit are complete, into a second version of its
     states: 12 bytes of host memory per parameter (10 or 6 with bf16 states). If the step is clipped or skipped, the
     unit is updated again from its untouched states. `"planned"` lets the planner choose these units, within half of the
-    free host memory; `true` takes all that are not resident, with `offload_param` those of the CPU. No effect with
+    free host memory; `true` takes all that are not resident, with `offload_param` only units of the CPU. No effect with
     `"overlap_backward": false`."""
 
     log_every: int = Field(default=100, ge=1)

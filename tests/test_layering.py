@@ -53,7 +53,8 @@ zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.
     zero.stage3 zero.start zero.step
 activation: config log names zero.plugin zero.start
 doctor: activation device host model.prediction model.units names waiting zero.internals
-cli: config doctor files model.cli model.prediction model.training_run names profiler report sharing zero.start
+cli: config doctor files model.cli model.json_input model.prediction model.training_run names profiler report sharing
+    zero.start
 zero:
 deep_opt_states: activation names
 """

@@ -159,6 +159,7 @@ def recorded(cost_s: float, stock_s: float | None, on_cpu: bool = False, acceler
         compared_updates=0,
         compared=[],
         forward_alone_s=None,
+        backward_alone_s=None,
         stock_s=stock_s,
         drawn_step=1,
         measured=(timeline(1.0), ()),

@@ -9,6 +9,7 @@ from deep_opt_states.config import ConfigError, Unsupported, misplaced_error, pa
 from deep_opt_states.doctor import FAIL, OK, WARN, Finding
 from deep_opt_states.names import CONFIG_KEY, PARAGRAPH, ignored_blocks
 from deep_opt_states.zero.start.older_stages import refuse_older_stage
+from perf_model.json_input import reason
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 
 
@@ -38,7 +39,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = hjson.loads(path.read_text(), object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).splitlines())
+        why = " ".join(reason(error).splitlines())
         raise ConfigError(f"{rule}, found {path}: {why}\nCorrect the file, or give the path of another one.") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{rule}, found {path} with another value.\nCorrect the file.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf_model.cli.planning_commands import interruptible, new_program
+from perf_model.cli.screen import progress
 
 
 @interruptible
@@ -17,7 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def add(name: str, about: str, more: str = "") -> argparse.ArgumentParser:
         def run(options: argparse.Namespace) -> int:
-            code: int = importlib.import_module(f"deep_opt_states.cli.{name}_command").run(options)
+            # DeepSpeed and transformers are imported for seconds.
+            with progress("Loading"):
+                command = importlib.import_module(f"deep_opt_states.cli.{name}_command")
+            code: int = command.run(options)
             return code
 
         description = f"{about[0].upper()}{about[1:]}.{more}"
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("folder", type=Path, metavar="RUN", help=folder)
     report.add_argument("--output", type=Path, metavar="PATH", help="the page to write; default: RUN/report.html")
 
-    about = "make the universal checkpoint of a model from that of one whose layers share parameters"
+    about = "make a universal checkpoint with a copy for each layer of one whose layers share parameters"
     delink = add("delink", about)
     delink.add_argument("pseudo", type=Path, metavar="PSEUDO", help="the folder that ds_to_universal has written")
     delink.add_argument("real", type=Path, metavar="REAL", help="the folder to write; it must not exist")
@@ -54,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     delink.add_argument("--every", type=int, default=1, metavar="N", help="the number of layers with parameters")
     moments = "mean: exp_avg / L and exp_avg_sq / L^2 (layers shared by scale='sum'); copy (scale='mean'); zero"
     delink.add_argument("--moments", required=True, choices=("mean", "copy", "zero"), help=moments)
-    delink.add_argument("--copy", action="store_true", help="copy files, in place of hard links to those of PSEUDO")
+    delink.add_argument("--copy", action="store_true", help="copy files of PSEUDO, instead of hard-linking them")
     delink.add_argument("--dry-run", action="store_true", help="write nothing")
-    model = "compare the names with those of the model in a Hugging Face config.json"
+    model = "compare the names with the model of a Hugging Face config.json"
     delink.add_argument("--model", type=Path, metavar="FILE", help=model)
 
     options = parser.parse_args(arguments)

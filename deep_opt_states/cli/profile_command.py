@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
+from deep_opt_states.config import Unsupported
 from deep_opt_states.files import replace_file
 from deep_opt_states.profiler.disk import doubts, measure_quantities
 from deep_opt_states.profiler.probes import ProbeError
 from deep_opt_states.profiler.profile import FULL, QUICK, measure
 from deep_opt_states.profiler.ranks import call_on_all_ranks, collective_groups, launched_ranks
 from deep_opt_states.profiler.training_step import measure_training
-from perf_model.cli.screen import new_table, show
+from perf_model.cli.screen import new_table, progress, show
 from perf_model.prediction.hardware import HardwareProfile, Measurement, ProfileError
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ UNITS = {
 
 def run(options: argparse.Namespace) -> int:
     """Write and print the profile on rank 0, and return the exit code: 1, with the reason on stderr, if it fails."""
-    from deepspeed.accelerator import get_accelerator
-
-    from deep_opt_states.config import Unsupported
-    from deep_opt_states.zero.start.node_share import core_share
-
     output: Path = options.output
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     prints_errors = True
@@ -50,6 +46,10 @@ def run(options: argparse.Namespace) -> int:
         # Before the ranks have connected, an error ends this process, and the launcher ends the other ranks.
         if is_rank_0:
             check_output(output)
+        with progress("Loading DeepSpeed"):
+            from deepspeed.accelerator import get_accelerator
+
+            from deep_opt_states.zero.start.node_share import core_share
         accelerator = _accelerator(int(os.environ.get("LOCAL_RANK", "0")))
         # The CPU accelerator has no memory of its own.
         device = None if accelerator.slots_on_host else accelerator.device

@@ -86,13 +86,15 @@ class RunWriter(ReportSink):
         self._replace(MEASURED, typical.timeline.chrome_trace(typical.phases))
         if (predicted := reporter.prediction()) is not None:
             self._replace(PREDICTED, predicted.timeline.chrome_trace(predicted.phases))
+        forward_s, backward_s = reporter.alone_s
         measured = {
             "compared_updates": reporter.compared_updates,
             "compared": [
                 {"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s}
                 for row in reporter.comparison()
             ],
-            "forward_alone_s": reporter.forward_alone_s,
+            "forward_alone_s": forward_s,
+            "backward_alone_s": backward_s,
             "stock_s": typical.plan.predict_stock(),
             "drawn_step": typical.counts.step,
         }
@@ -114,8 +116,8 @@ class RunError(ValueError):
 class RecordedRun:
     """A run as its folder describes it. Predictions and measurements may be missing.
 
-    ``forward_alone_s`` is the forward without an update alongside, ``stock_s`` the predicted update of stock, and
-    ``drawn_step`` the step of ``measured``.
+    ``forward_alone_s`` and ``backward_alone_s`` are phases without an update alongside, ``stock_s`` is the predicted
+    update of stock, and ``drawn_step`` the step of ``measured``.
     """
 
     info: RunInfo
@@ -123,6 +125,7 @@ class RecordedRun:
     compared_updates: int
     compared: Sequence[ComparisonRow]
     forward_alone_s: float | None
+    backward_alone_s: float | None
     stock_s: float | None
     drawn_step: int | None
     measured: TracedUpdate | None
@@ -156,10 +159,11 @@ class RecordedRun:
             rows = info.get("compared", [])
             return cls(
                 info=_info(info),
-                steps=[_with_cost(json.loads(line), info.get("forward_alone_s")) for line in lines],
+                steps=[_with_cost(json.loads(line), info) for line in lines],
                 compared_updates=info.get("compared_updates", 0),
                 compared=[ComparisonRow(row["what"], row["predicted_s"], row["measured_s"]) for row in rows],
                 forward_alone_s=info.get("forward_alone_s"),
+                backward_alone_s=info.get("backward_alone_s"),
                 stock_s=info.get("stock_s"),
                 drawn_step=info.get("drawn_step"),
                 measured=measured,
@@ -173,14 +177,16 @@ class RecordedRun:
             ) from None
 
 
-def _with_cost(step: dict[str, float | None], forward_alone_s: float | None) -> dict[str, float | None]:
-    """Return ``step`` with the cost of its update: the exposed seconds, and those by which forward took longer."""
-    exposed_s, forward_s = step["exposed_s"], step["forward_s"]
-    if forward_alone_s is None:
+def _with_cost(step: dict[str, float | None], info: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return ``step`` with its update's cost: exposed seconds, and those by which forward and backward took longer."""
+    exposed_s, forward_s, backward_s = step["exposed_s"], step["forward_s"], step.get("last_backward_s")
+    if (forward_alone_s := info.get("forward_alone_s")) is None:
         return {**step, "cost_s": exposed_s}
     if exposed_s is None or forward_s is None:
         return step
     slowed_s = max(0.0, forward_s - forward_alone_s)
+    if backward_s is not None and (backward_alone_s := info.get("backward_alone_s")) is not None:
+        slowed_s += max(0.0, backward_s - backward_alone_s)
     return {**step, "slowed_s": slowed_s, "cost_s": exposed_s + slowed_s}
 
 

@@ -94,10 +94,10 @@ class UpdateReporter:
         return None if windows is None or self._predict is None else self._predict(windows)
 
     @property
-    def forward_alone_s(self) -> float | None:
-        """Return the seconds of a forward without an update alongside, None while they are unknown."""
+    def alone_s(self) -> tuple[float | None, float | None]:
+        """Return the seconds of forward and of backward without an update alongside, None while they are unknown."""
         windows = self._plan.read_windows()
-        return None if windows is None or windows.forward_s <= 0 else windows.forward_s
+        return (None, None) if windows is None else (windows.forward_s or None, windows.backward_s or None)
 
     def _summary(self) -> Iterator[str]:
         """Yield the summary of the updates in at most eight lines: two of seconds, forward, the plan and its memory."""

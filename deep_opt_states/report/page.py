@@ -38,7 +38,7 @@ _QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "backward_s": ("backward, until the next update", seconds),
     "cost_s": ("cost of the update", seconds),
     "exposed_s": ("exposed: the model waits", seconds),
-    "slowed_s": ("forward takes longer during the update", seconds),
+    "slowed_s": ("forward and backward take longer", seconds),
     "hidden_s": ("hidden behind backward and forward", seconds),
     "update_s": ("duration of the update", seconds),
     "cpu_adam_s": ("CPU Adam", seconds),

@@ -96,12 +96,14 @@ class Numbers:
     """The reported numbers of one update. A rate is None if nothing was moved, or if the time was too short.
 
     The iteration after the update is ``exposed_s``, ``forward_s`` and ``backward_s``. All of its micro-batches but the
-    forward of the first one count as backward. Its times are None if no update has followed.
+    forward of the first one count as backward. Its times are None if no update has followed. ``last_backward_s`` is the
+    last backward before the update, alongside eager units.
     """
 
     iteration_s: float | None
     forward_s: float | None
     backward_s: float | None
+    last_backward_s: float
     memory_bytes: int | None
     update_s: float
     exposed_s: float
@@ -144,6 +146,7 @@ class UpdateRecord:
             iteration_s=None if iteration is None else iteration.end_s,
             forward_s=forward_s,
             backward_s=backward_s,
+            last_backward_s=seconds_of(Phase.BACKWARD, self.phases),
             memory_bytes=plan.read_memory_bytes(),
             update_s=measured.update_s,
             exposed_s=measured.exposed_s,

@@ -120,7 +120,7 @@ def _add_cluster(commands: argparse._SubParsersAction[CommandParser]) -> None:
     add("--tensor-parallel", type=_positive_integers, dest="tensor_parallel_sizes", metavar="SIZES", help=sizes)
     micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
     add("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
-    inside = "rate at which one GPU receives from others of its node; default: as in the profile, or that of the link"
+    inside = "rate at which one GPU receives from others of its node; default: as in the profile, or the link's rate"
     add("--node-gb-per-s", type=float, metavar="GB", help=inside)
     cluster.set_defaults(tensor_parallel=1, accumulation=1, states="fp32")
     _add_limits(cluster)

@@ -38,7 +38,7 @@ MEMORY_BYTES = {"pinned": 3_210_000_000, "accelerator": 720_000_000}
 ABOUT = {"began": "2026-01-02T03:04:05+00:00", "world_size": 4, "software": {"deepspeed": "0.19.8"}}
 INFO = RunInfo(**ABOUT, accelerator=HOSTILE, plan=PLAN, memory_bytes=MEMORY_BYTES)
 UPDATES, EVERY = 9, 4
-FORWARD_ALONE_S = 0.03
+FORWARD_ALONE_S, BACKWARD_ALONE_S = 0.03, 0.02
 NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
 
 
@@ -61,7 +61,7 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
             numels=numels,
             widths=Widths(param=2, grad=2),
             predict=predicted if predict else None,
-            read_windows=lambda: Windows(backward_s=0.02, forward_s=FORWARD_ALONE_S),
+            read_windows=lambda: Windows(backward_s=BACKWARD_ALONE_S, forward_s=FORWARD_ALONE_S),
             read_iteration=lambda: next(iterations, None),
             read_memory_bytes=lambda: next(memory_bytes),
         ),
@@ -154,7 +154,11 @@ def test_a_browser_shows_the_numbers_of_the_run(run: Path) -> None:
     assert found["overflow"] <= 0
     assert found["background"] == "rgb(20, 23, 27)"
     assert seen(run / "report.html", is_light=True)["background"] == "rgb(255, 255, 255)"
-    series = [["step", "iteration", "forward", "backward"], ["step", "cost", "slower forward"], ["step", "memory"]]
+    series = [
+        ["step", "iteration", "forward", "backward"],
+        ["step", "cost", "slower forward, backward"],
+        ["step", "memory"],
+    ]
     assert found["charts"] == series
     assert (len(found["colours"]), min(found["colours"]) > 10) == (len(series), True)
     assert min(found["bars"]) >= len(PLAN.schedule.actions)
@@ -175,8 +179,12 @@ def check_tables(tables: dict[str, Any], recorded: RecordedRun) -> None:
         # No iteration follows the last update.
         of_last = [] if key == "iteration_s" else [values[-1]]
         assert [value for value, _ in updates[row]] == [median(values), *of_last]
-    slowed_s = [max(0.0, step["forward_s"] - FORWARD_ALONE_S) for step in steps[:-1]]
-    assert updates["forward takes longer during the update"][0][0] == pytest.approx(median(slowed_s))
+    slowed_s = [
+        max(0.0, step["forward_s"] - FORWARD_ALONE_S) + max(0.0, step["last_backward_s"] - BACKWARD_ALONE_S)
+        for step in steps[:-1]
+    ]
+    assert max(step["last_backward_s"] for step in steps) > BACKWARD_ALONE_S
+    assert updates["forward and backward take longer"][0][0] == pytest.approx(median(slowed_s))
     costs_s = [step["exposed_s"] + more_s for step, more_s in zip(steps[:-1], slowed_s, strict=True)]
     assert updates["cost of the update"][0][0] == pytest.approx(median(costs_s))
     compared = tables[f"Predicted against measured, median of {UPDATES - WARM_UPDATES} updates"]

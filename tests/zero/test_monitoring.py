@@ -98,7 +98,7 @@ def timed() -> dict[str, Any]:
 
 
 ALWAYS_POSITIVE = {"exposed_s", "update_s", "params_per_s", "cpu_adam_s", "h2d_gb_per_s", "d2h_gb_per_s", "memory_gb"}
-EVERY_UPDATE = ALWAYS_POSITIVE | {"hidden_s", "gpu_share"}
+EVERY_UPDATE = ALWAYS_POSITIVE | {"hidden_s", "gpu_share", "last_backward_s"}
 FOLLOWED = {"iteration_s", "forward_s", "backward_s"}
 
 WHEN_LOGGED = {"predicted_update_s", "predicted_exposed_s"}
