@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -286,7 +287,9 @@ class GpuMemory:
 
     def log_failure_at_exit(self, resources: ExitStack) -> None:
         """Log the remedy if a failed allocation ends training. Keep no engine alive for it."""
-        resources.callback(atexit.unregister, atexit.register(_call_if_alive, weakref.WeakMethod(self._log_failure)))
+        # One object per engine: ``unregister`` removes all registrations of a function.
+        at_exit = partial(_call_if_alive, weakref.WeakMethod(self._log_failure))
+        resources.callback(atexit.unregister, atexit.register(at_exit))
         resources.callback(self._log_failure)
 
     def _log_failure(self) -> None:

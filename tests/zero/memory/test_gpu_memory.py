@@ -171,7 +171,25 @@ def test_retries_and_failures_of_allocations_for_a_plan_do_not_count(training: T
 @pytest.mark.P6
 def test_a_failed_allocation_is_logged_without_a_process_group(training: TrainingOfOneRank) -> None:
     filled(training)
-    with mock.patch("deep_opt_states.log.warn_this_rank") as log, ExitStack() as resources:
+    at_exit: list[Any] = []
+
+    def register(call: Any, *_: Any) -> Any:
+        at_exit.append(call)
+        return call
+
+    def unregister(call: Any) -> None:
+        at_exit[:] = [each for each in at_exit if each != call]
+
+    with (
+        mock.patch("atexit.register", register),
+        mock.patch("atexit.unregister", unregister),
+        mock.patch("deep_opt_states.log.warn_this_rank") as log,
+        ExitStack() as resources,
+    ):
         training.memory.log_failure_at_exit(resources)
+        with ExitStack() as of_another_engine:
+            training.memory.log_failure_at_exit(of_another_engine)
+        assert len(at_exit) == 1, "the first engine's is left"
         training.failed += 1
+    assert not at_exit
     assert "an allocation has failed while optimizer states hold" in log.call_args.args[0]
