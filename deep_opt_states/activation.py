@@ -55,7 +55,7 @@ def _hook_engine(module: Any) -> None:
             # The engine has no model yet.
             plugin.check_engine(engine, _models[-1] if _models else None)
 
-    def replace(name: str, wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
+    def call_plugin(name: str, wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
         if plugin := plugin_for(getattr(engine, "_config", None)):
             return getattr(plugin, name)(wrapped, engine, args, kwargs)
         return wrapped(*args, **kwargs)
@@ -77,8 +77,9 @@ def _hook_engine(module: Any) -> None:
     # In _do_sanity_check an engine first knows its optimizer, before it partitions the model. ZeRO stage 0 creates no
     # ZeRO optimizer, so the second wrapper alone would silently ignore our block.
     _wrap(module, "DeepSpeedEngine", "_do_sanity_check", do_sanity_check)
+    # The functions of ``plugin`` have the names of the methods.
     for method in ("_configure_zero_optimizer", "load_checkpoint", "save_checkpoint", "save_16bit_model"):
-        _wrap(module, "DeepSpeedEngine", method, partial(replace, method.lstrip("_")))
+        _wrap(module, "DeepSpeedEngine", method, partial(call_plugin, method.removeprefix("_")))
 
 
 def _hook_config(module: Any) -> None:

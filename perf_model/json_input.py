@@ -15,10 +15,10 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
+def read_text(path: Path) -> str:
     """Return the UTF-8 text of the file ``path``. Raise ``OSError`` or ``ValueError``."""
-    if path.stat().st_size > max_bytes:
-        raise ValueError(f"it has more than {max_bytes / 1e6:,.0f} MB")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES / 1e6:,.0f} MB")
     # Some editors write a byte order mark, which is not part of the text.
     return path.read_text(encoding="utf-8-sig")
 

@@ -34,7 +34,7 @@ sharing: files model.json_input
 waiting: log
 config: log model.json_input model.prediction model.schedule model.units names
 runtime: device model.prediction model.schedule
-report: files log model.prediction model.schedule model.units
+report: files log model.json_input model.prediction model.schedule model.units
 host: config names
 zero.internals: log model.schedule names runtime waiting
 profiler: device files host model.prediction model.schedule waiting

@@ -45,7 +45,7 @@ class Stream(Protocol[EventT_contra]):
 
 
 class Device(Protocol[EventT]):
-    """An accelerator. Inside a step only ``copy`` and ``current_stream`` are called."""
+    """An accelerator. Inside a step only ``copy``, ``current_stream`` and ``event`` are called."""
 
     @property
     def shares_host_memory(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from deep_opt_states.files import replace_file
 from deep_opt_states.report.line import COMPARED_UPDATES, WARM_UPDATES, ReportSink, UpdateReporter
 from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo, UpdateRecord
+from perf_model.json_input import shorten
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -149,7 +150,7 @@ class RecordedRun:
         try:
             info = json.loads((folder / INFO).read_text("utf-8"))
             if info["format"] != FORMAT:
-                raise ValueError(f"format {info['format']}")
+                raise ValueError(f"format {shorten(info['format'])}")
             # A killed process may have written a part of the last line.
             lines = [line for line in (folder / STEPS).read_text("utf-8").splitlines() if line.endswith("}")]
             measured, predicted = (

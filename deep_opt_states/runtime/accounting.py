@@ -19,6 +19,8 @@ class AccountingDevice:
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
+        # Each copy of a step calls them, for which ``__getattr__`` is slow.
+        self.copy, self.current_stream, self.event = device.copy, device.current_stream, device.event
         self._reserved: list[tuple[MemoryKind, weakref.ref[Any]]] = []
         """The kind and the owner of each reservation."""
 

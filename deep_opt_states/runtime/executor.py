@@ -123,7 +123,7 @@ class Executor:
         """Update ``states`` by ``schedule`` from the next update on, and reserve the slots that it needs.
 
         Call ``sync_states_to_host`` first, unless the units and their memory stay the same. Raise ``ScheduleError`` if
-        ``schedule`` is not safe, or the device's out-of-memory error; then nothing has changed.
+        ``schedule`` is not safe, or the device's out-of-memory error; then no unit has changed.
         """
         assert not self._pending
         self.end()

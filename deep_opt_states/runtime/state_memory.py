@@ -14,7 +14,7 @@ from deep_opt_states.device.kernels.adam import FP32_STATES, AdamTensors, Elemen
 from deep_opt_states.device.slab import HostSlab
 from deep_opt_states.runtime.disk_states import DiskStates
 from deep_opt_states.runtime.state import Packing, Resident, Shadow, Slot, UnitPart, UnitState
-from perf_model.schedule.host_layout import Widths, slab_tensors
+from perf_model.schedule.host_layout import Widths, aligned, slab_tensors
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import Range, Unit, Workload
@@ -227,14 +227,18 @@ class StateMemory:
         return Shadow(versions, unit.is_on_accelerator)
 
     def _second_version(self, part: UnitPart, *, is_locked: bool) -> UpdatedStates:
-        states, numel = {}, part.elements.numel
-        for name, dtype in self.dtypes.by_name.items():
-            # A copy engine uses all states of a streamed unit, and of a CPU unit masters that are published.
-            is_copied = self._publishes and (is_locked or (name == "master" and part.publishes_master))
-            slab = (self._device.host_slab if is_copied else HostSlab)(numel * dtype.itemsize)
-            states[name] = slab.tensor(0, numel, dtype)
-            if is_copied:
-                slab.lock()
+        numel, dtypes, states = part.elements.numel, self.dtypes.by_name, {}
+        # A copy engine uses all states of a streamed unit, and of a CPU unit masters that are published.
+        locked = [name for name in dtypes if is_locked or (name == "master" and part.publishes_master)]
+        locked = locked if self._publishes else []
+        for names, reserve in ((locked, self._device.host_slab), (dtypes.keys() - locked, HostSlab)):
+            if names:
+                slab, offset_bytes = reserve(sum(aligned(numel * dtypes[name].itemsize) for name in names)), 0
+                for name in names:
+                    states[name] = slab.tensor(offset_bytes, numel, dtypes[name])
+                    offset_bytes += aligned(numel * dtypes[name].itemsize)
+                if names is locked:
+                    slab.lock()
         return UpdatedStates(**states)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:

@@ -55,7 +55,7 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs:
     Stock truncates ``latest`` before it writes the tag, which a full disk refuses. It is replaced as a whole here. An
     optimizer that is not the plugin's saves as with stock.
     """
-    if not hasattr(engine.optimizer, "kept_error"):
+    if not _keeps_errors(engine):
         return wrapped(*args, **kwargs)
     engine.optimizer.check_states_on_disk()
     call = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -75,12 +75,17 @@ def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs:
 
 def save_16bit_model(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
     """Replace ``DeepSpeedEngine.save_16bit_model``. All ranks raise if rank 0 could not write the file."""
-    if not hasattr(engine.optimizer, "kept_error"):
+    if not _keeps_errors(engine):
         return wrapped(*args, **kwargs)
     with _kept_errors(engine) as kept:
         saved = wrapped(*args, **kwargs)
     raise_together(kept.raise_first)
     return saved
+
+
+def _keeps_errors(engine: Any) -> bool:
+    """Return whether the optimizer is the plugin's. A script's may answer to any name."""
+    return isinstance(getattr(engine.optimizer, "kept_error", None), KeptError)
 
 
 @contextmanager

@@ -34,6 +34,9 @@ class UpdatePlan:
     eager: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if len(self.placements) != (count := len(self.workload.units)):
+            rule = f"A plan has one placement per unit: {count} units"
+            raise ValueError(f"{rule}, found {len(self.placements)} placements.")
         placed = zip(self.workload.units, self.placements, strict=True)
         of_cpu = (each for each in placed if each[0].is_persistent or each[0].is_on_disk)
         if wrong := [unit.index for unit, placement in of_cpu if placement is not Placement.CPU]:

@@ -11,7 +11,15 @@ from perf_model.plan_request import PlanRequest
 from perf_model.planner import PlannedUpdate
 from perf_model.prediction.cost import CostModel, stock_speed_up
 from perf_model.prediction.hardware import HardwareProfile
-from perf_model.prediction.memory import GPU_MARGIN_BYTES, Budgets, DoesNotFit, MemoryUse, excess_of, reserved_by_stock
+from perf_model.prediction.memory import (
+    GPU_MARGIN_BYTES,
+    Budgets,
+    DoesNotFit,
+    MemoryUse,
+    excess_of,
+    memory_of,
+    reserved_by_stock,
+)
 from perf_model.prediction.network import Network
 from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import simulate
@@ -234,13 +242,11 @@ class Forecast:
         request, workload = self._of_all_memory, self.planned.plan.workload
         order = forward_order(workload, placements, request.first_use_of(workload))
         plan = UpdatePlan(workload=workload, placements=placements, num_slots=DEFAULT_NUM_SLOTS, order=order)
-        update = request.evaluate(plan)
-        if self.budgets.missing(update.memory):
+        if self.budgets.missing(memory_of(plan, request.setup)):
             request = _without_sums(request)
-            update = request.evaluate(plan)
-        if excess := self.budgets.missing(update.memory):
+        if excess := self.budgets.missing(memory_of(plan, request.setup)):
             return Infeasible(reason=f"does not fit: it exceeds {excess_of(excess)}")
-        return self._with_update(update, request)
+        return self._with_update(request.evaluate(plan), request)
 
     def _deepspeed(self, residents: int) -> Outcome:
         plan, widths, disk = self._plan_of_deepspeed(residents), self._copied, self.job.disk

@@ -66,7 +66,7 @@ PERSISTENT = Workload((Unit(0, (Range(0, 0, 9),), is_persistent=True), *WORKLOAD
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"placements": (CPU,)}, "is shorter than argument 1"),
+        ({"placements": (CPU,)}, "one placement per unit"),
         ({"num_slots": 0}, "at least 1 slot, found 0"),
         *(
             ({"order": order}, "names each of its 4 units once, found")

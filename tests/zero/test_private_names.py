@@ -30,7 +30,8 @@ ALLOWED_NAMES = {
     # It must not import zero/internals before it knows that the config has our block.
     "activation.py": {"_config", "_configure_zero_optimizer", "_do_sanity_check", "_initialize_params", "_param_dict"},
     # Private names of PyTorch, not of DeepSpeed.
-    "device/cuda.py": {"_C", "_foreach_copy_", "_host_emptyCache", "_sleep"},
+    "device/cuda.py": {"_C", "_host_emptyCache", "_sleep"},
+    "runtime/actions.py": {"_foreach_copy_"},
     "device/kernels/library.py": {"_get_build_directory"},
     "doctor.py": {"_get_build_directory"},
     "waiting.py": {"_get_build_directory", "_get_default_store", "_current_frames"},
@@ -181,7 +182,7 @@ def foreign_private_names(source: str, ours: set[str]) -> Iterator[tuple[int, st
     defines it, or that of a base class. An override may call the method that it overrides.
     """
     own = ours - names_of_deepspeed()
-    bases = re.findall(r"^class \w+\((\w+)\):", source, re.MULTILINE)
+    bases = re.findall(r"^class \w+\((\w+)(?:\[.*\])?\):", source, re.MULTILINE)
     of_self = defined_private_names([source, *(files_by_class()[base] for base in bases if base in files_by_class())])
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
@@ -205,7 +206,8 @@ def names_attribute_of_deepspeed(text: str) -> bool:
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
+    # ``_asdict`` is a public name of named tuples.
+    return name.startswith("_") and not name.startswith("__") and name.strip("_") not in ("", "asdict")
 
 
 def is_self(node: ast.AST) -> bool:

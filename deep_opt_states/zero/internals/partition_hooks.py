@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
 from deep_opt_states.zero.internals.compat import Parameter
 
-_REGISTERED: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The hooks of all engines, by ``id``, in the order of their creation, as on every rank: hooks call collectives.
+_REGISTERED: list[ref[Any]] = []
+"""The hooks of all engines in the order of their creation, as on every rank: hooks call collectives.
 
 The references are weak, so that an engine without ``destroy()`` is freed.
 """
 
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
 
+_REPLACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""DeepSpeed's methods by name, each with its replacement."""
+
 
 def _call(hook: str, params: Sequence[Parameter]) -> None:
-    for hooks in list(_REGISTERED.values()):
-        getattr(hooks, hook)(params)
+    for reference in _REGISTERED.copy():
+        if (hooks := reference()) is not None:
+            getattr(hooks, hook)(params)
 
 
 def before_new_engine(module: torch.nn.Module) -> None:
@@ -42,17 +46,26 @@ def register(hooks: Any) -> Callable[[], None]:
     ``before_all_gather``, ``before_all_gather_coalesced`` (by forward or backward, whose stream is current),
     ``before_write`` (by a caller) and ``before_new_engine`` receive all parameters of a call, also of other models.
     """
-    _replace_methods()
-    key = id(hooks)
-    _REGISTERED[key] = hooks
-    return lambda: _REGISTERED.pop(key, None)
-
-
-@cache
-def _replace_methods() -> None:
-    """Replace the methods once in a process: without an engine, no hooks are called."""
     for name, replacement in _REPLACEMENTS.items():
-        setattr(Init, name, _bound(replacement, getattr(Init, name)))
+        if name not in _REPLACED:
+            method = getattr(Init, name)
+            _REPLACED[name] = method, _bound(replacement, method)
+            setattr(Init, name, _REPLACED[name][1])
+    reference = ref(hooks)
+    _REGISTERED.append(reference)
+
+    def remove() -> None:
+        # Also those of engines that were freed.
+        _REGISTERED[:] = [other for other in _REGISTERED if other is not reference and other() is not None]
+        if _REGISTERED:
+            return
+        for name, (method, replacement) in list(_REPLACED.items()):
+            # If other code has replaced the method since, ours stays below it and calls no hooks.
+            if getattr(Init, name) is replacement:
+                setattr(Init, name, method)
+                del _REPLACED[name]
+
+    return remove
 
 
 def _bound(replacement: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -184,7 +185,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 def _body(owner: Any) -> list[ast.stmt]:
     """Return the statements of a class or a module, or none without Python source."""
     try:
-        statements = ast.parse(inspect.getsource(owner)).body
-    except (TypeError, OSError):
+        statements = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    except (TypeError, OSError, SyntaxError):
         return []
     return statements if inspect.ismodule(owner) else statements[0].body  # type: ignore[attr-defined]

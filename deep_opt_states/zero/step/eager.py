@@ -142,7 +142,10 @@ class EagerUpdates:
         plan, eager = self._running.plan, self._running.eager
         if self._units is None or self._units.plan is not plan or self._units.eager != eager:
             unit_of_part = [unit.index for unit in plan.workload.units for _ in unit.ranges]
-            parts = {unit: [part for part, owner in enumerate(unit_of_part) if owner == unit] for unit in eager}
+            parts: dict[int, list[int]] = {unit: [] for unit in eager}
+            for part, unit in enumerate(unit_of_part):
+                if unit in parts:
+                    parts[unit].append(part)
             of_param = {
                 ds_id: frozenset(unit_of_part[part] for part in of_param) & eager
                 for ds_id, of_param in self._running.gradients.parts_by_param().items()

@@ -231,7 +231,10 @@ class Gradients:
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
     def writable(self, param: Parameter) -> torch.Tensor:
-        """Return the gradient as a tensor of shape [partition_numel] in host memory, valid until the next backward."""
+        """Return the gradient in host memory, shape [partition_numel], until backward writes a new one.
+
+        It is in the dtype of the masters.
+        """
         if param.ds_id not in self._by_user:
             self._by_user[param.ds_id] = self._copied(param).cpu()
         grad_scale = self._unscaled.pop(param.ds_id, None)

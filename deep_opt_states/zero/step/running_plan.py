@@ -58,7 +58,10 @@ class RunningPlan:
         self.adopt(self.plan)
 
     def adopt(self, plan: UpdatePlan) -> None:
-        """Run ``plan``, the same on every rank, from the next update on, but evicted until ``restore``."""
+        """Run ``plan``, the same on every rank, from the next update on, but evicted until ``restore``.
+
+        No update is in flight, and sums of an open window are in host memory.
+        """
         self.executor.sync_states_to_host()
         self.is_evicted = True
         self._set(plan)

@@ -146,7 +146,10 @@ class Update:
     # End an update
 
     def wait_on_stream(self) -> None:
-        """Make the current stream wait for the gradients and parameters that backward overwrites or reads."""
+        """Make the current stream wait for the gradients and parameters that backward overwrites or reads.
+
+        Every rank makes this call at the same point. States may still be copied to host memory during backward.
+        """
         if self.is_deferred:
             self._end(Waiter.STREAM)
             self.unit_waits.request_all()
