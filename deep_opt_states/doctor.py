@@ -298,10 +298,12 @@ def check_extension(library: Path | None, missing: Sequence[str], *, ours: bool)
 
 def _locks() -> dict[Path, list[int]]:
     """Return the locks of extensions, with the processes that have each open."""
-    from deep_opt_states.waiting import holders
+    from torch.utils import cpp_extension
 
-    builds = _own_adam().parent.parent
-    return holders(lock for name in LOCKS for lock in sorted(builds.glob(f"*/{name}")))
+    from deep_opt_states.waiting import holders, may_be_stale
+
+    builds, names = _own_adam().parent.parent, LOCKS if may_be_stale(cpp_extension) else LOCKS[1:]
+    return holders(lock for name in names for lock in sorted(builds.glob(f"*/{name}")))
 
 
 def check_locks(holders: Mapping[Path, Sequence[int]]) -> Finding:

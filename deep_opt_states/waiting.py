@@ -79,7 +79,7 @@ def watch_loader(loader: Any) -> None:
 
         def explain() -> str | None:
             folder = kwargs.get("build_directory") or loader._get_build_directory(name, False)
-            return _explain_lock(Path(folder) / "lock")
+            return _explain_lock(Path(folder) / "lock", may_be_stale=may_be_stale(loader))
 
         with waiting(f"compiling or loading the extension {name}", explain):
             return wrapped(*args, **kwargs)
@@ -87,10 +87,15 @@ def watch_loader(loader: Any) -> None:
     wrap_function_wrapper(loader, "load", load)
 
 
-def _explain_lock(lock: Path) -> str | None:
+def may_be_stale(loader: Any) -> bool:
+    """Return whether a killed build leaves a lock that blocks. Since 2.14, PyTorch's is released, and its file stays."""
+    return not hasattr(loader, "FileLock")
+
+
+def _explain_lock(lock: Path, *, may_be_stale: bool = True) -> str | None:
     # The ranks of a node wait for the same build, and one of them says so.
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not lock.exists():
+    if not lock.exists() or not may_be_stale:
         return "" if is_first else None
     age = timedelta(seconds=int(time.time() - lock.stat().st_mtime))
     processes = holders([lock])[lock]

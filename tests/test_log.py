@@ -146,6 +146,7 @@ def test_a_lock_is_explained_by_the_process_that_has_it(tmp_path: Path, monkeypa
     lock.parent.mkdir()
     with lock.open("w") as file:
         assert waiting._explain_lock(lock) == "", "this process builds"
+        assert waiting._explain_lock(lock, may_be_stale=False) == "", "the kernel releases it"
         builder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=file)
     try:
         text = str(waiting._explain_lock(lock))

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from deep_opt_states import doctor
@@ -157,6 +158,9 @@ def test_the_locks_of_killed_and_running_builds_differ(tmp_path: Path, monkeypat
     assert FileBaton(str(lock)).try_acquire()
     assert doctor._locks() == {lock: [os.getpid()], left: []}
     assert doctor.check_locks(doctor._locks()).remedy.endswith(f"rm {left}")
+    # PyTorch 2.14 leaves the file of a lock that the kernel releases.
+    monkeypatch.setattr(cpp_extension, "FileLock", object, raising=False)
+    assert doctor._locks() == {left: []}
 
 
 STAGE_3 = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
