@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 CONFIG_KEY = "deep_optimizer_states"
 """The block in the DeepSpeed JSON config."""

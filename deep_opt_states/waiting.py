@@ -88,7 +88,7 @@ def watch_loader(loader: Any) -> None:
 
 
 def may_be_stale(loader: Any) -> bool:
-    """Return whether a killed build leaves a lock that blocks. Since 2.14, PyTorch's is released, and its file stays."""
+    """Return whether a killed build leaves a lock that blocks. Since PyTorch 2.14, only the released file stays."""
     return not hasattr(loader, "FileLock")
 
 
