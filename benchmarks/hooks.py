@@ -67,11 +67,9 @@ class ArmProcess:
         be_the_only_rank_unless_launched()
         with ExitStack() as resources:
             if self.on_software_gpu:
-                from benchmarks.emulated.run import start_device
-                from tests.software_gpu.plugged import plugged
+                from benchmarks.emulated.run import software_gpu
 
-                start_device()
-                resources.enter_context(plugged())
+                resources.enter_context(software_gpu())
             # As with a GPU: PyTorch's other threads would only wait for each other.
             torch.set_num_threads(1)
             model = ByteGPT(SETTING.shape).to(deepspeed.get_accelerator().current_device_name())

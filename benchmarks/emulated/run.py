@@ -76,6 +76,14 @@ def start_device() -> None:
     deepspeed.init_distributed(dist_backend=BACKEND)
 
 
+@contextmanager
+def software_gpu() -> Iterator[None]:
+    """Train on the software GPU of the tests inside this context, without emulated time. Call this once per process."""
+    start_device()
+    with plugged.plugged():
+        yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class SmallModel(TrainingSetting):
     """The model that trains for real: without biases, as the models of the runs."""

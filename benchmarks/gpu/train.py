@@ -250,11 +250,9 @@ def main(arguments: str) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with ExitStack() as resources:
         if os.environ.get(SOFTWARE_GPU) == "1":
-            from benchmarks.emulated.run import start_device
-            from tests.software_gpu.plugged import plugged
+            from benchmarks.emulated.run import software_gpu
 
-            start_device()
-            resources.enter_context(plugged())
+            resources.enter_context(software_gpu())
         for record in train(job):
             answer(record)
 

@@ -92,7 +92,7 @@ FULL_WITH_THE_SHARED_LAYER = {"reduce_bucket_size": 23 * 23 + 23, "reduce_scatte
 """A bucket with the exact size of the shared layer: DeepSpeed reduces it before it adds any other gradient."""
 
 NO_PERSISTENT = {"stage3_param_persistence_threshold": 0}
-"""With one rank and persistent parameters, DeepSpeed synchronizes the whole device at the end of its step."""
+"""No persistent parameters. With some on one rank, the end of DeepSpeed's step waits for the whole device."""
 
 
 sums_on_the_host = combined(patched(AcceleratorChoice, "fits_accumulators", lambda *_: False))
