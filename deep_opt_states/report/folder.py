@@ -160,7 +160,7 @@ class RecordedRun:
             rows = info.get("compared", [])
             return cls(
                 info=_info(info),
-                steps=[_with_cost(json.loads(line), info) for line in lines],
+                steps=[_with_cost(_numbers(json.loads(line)), info) for line in lines],
                 compared_updates=info.get("compared_updates", 0),
                 compared=[ComparisonRow(row["what"], row["predicted_s"], row["measured_s"]) for row in rows],
                 forward_alone_s=info.get("forward_alone_s"),
@@ -176,6 +176,11 @@ class RecordedRun:
                 f"{type(error).__name__}: {error}.\n"
                 f'Train with "deep_optimizer_states": {{"report": "FOLDER"}}, and name that folder.'
             ) from None
+
+
+def _numbers(step: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return ``step`` with numbers. Raise ``TypeError`` or ``ValueError`` for a value that is none."""
+    return {name: None if value is None else float(value) for name, value in step.items()}
 
 
 def _with_cost(step: dict[str, float | None], info: Mapping[str, Any]) -> dict[str, float | None]:

@@ -249,6 +249,7 @@ def test_a_run_that_was_killed_or_still_trains_is_read_as_far_as_it_is_written(t
         ("run.json", "[1, 2"),
         ("run.json", '{"format": 99}'),
         ("steps.jsonl", '{"step": "x"}\n'),
+        ("steps.jsonl", '{"exposed_s": "x", "forward_s": null}\n'),
         ("timeline.json", '{"traceEvents": [{"ph": "X"}]}'),
         ("predicted.json", "{}"),
     ],
