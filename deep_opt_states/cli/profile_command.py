@@ -32,6 +32,7 @@ UNITS = {
     "_bytes_per_s": {1e9: "GB/s"},
     "_params_per_s": {1e6: "M params/s"},
     "_flops_per_s": {1e12: "TFLOP/s", 1e9: "GFLOP/s"},
+    "_threads": {1.0: "threads"},
     "_s": {1e-6: "us"},
 }
 """Units by scale, the largest first, by the end of the name of a quantity; the first that matches counts."""
@@ -132,6 +133,9 @@ def _print(profile: HardwareProfile, num_ranks: int) -> None:
     show(table)
     for number, reason in enumerate(reasons, start=1):
         show(f"({number}) {reason}")
+    sufficient, all_threads = profile.get("cpu_adam_threads"), origin.cores // origin.ranks
+    if sufficient is not None and sufficient < all_threads:
+        show(f'{sufficient:g} of {all_threads} CPU threads update at the full rate ("cpu_threads": {sufficient:g})')
 
 
 def _row(quantity: str, measurement: Measurement, reasons: list[str]) -> tuple[Text, ...]:

@@ -30,6 +30,9 @@ INITIAL_BUSY_S, MAX_BUSY_S = 2e-3, 0.5
 SUB_GROUPS = 8
 """The sub-groups of a step. When an update returns to the first one, the others have evicted it from the caches."""
 
+FULL_RATE = 0.97
+"""The share of the highest rate of updates on the CPU that counts as all of it: measurements differ by as much."""
+
 LAUNCHES, MIN_LAUNCH_NUMEL = 2, 1_000_000
 """Kernel launches per repetition of Adam on the accelerator, and the fewest parameters that keep a GPU busy."""
 
@@ -270,6 +273,23 @@ def host_updates(memory: HostStates, quantity: str, dtypes: StateDtypes) -> Prob
     """Return a probe of the work of a CPU_STEP of training, on the thread that touched ``memory`` first."""
     updates = Updates([_with_dtypes(tensors, dtypes, memory) for tensors in memory.sub_groups], memory.kernel)
     return lambda: {quantity: updates.params_per_s(memory.thread.submit(updates.step).result())}
+
+
+def sufficient_threads(memory: HostStates, kernels: Mapping[int, AdamKernel]) -> Probe:
+    """Return a probe of the fewest threads that reach ``FULL_RATE``. ``kernels`` update with the threads of their key.
+
+    Memory bandwidth limits an update, so that more threads only take cores from other work.
+    """
+    updates = {threads: Updates(memory.sub_groups, kernel) for threads, kernel in kernels.items()}
+
+    def repeat() -> Rates:
+        rates = {
+            threads: each.params_per_s(memory.thread.submit(each.step).result()) for threads, each in updates.items()
+        }
+        full_rate = FULL_RATE * max(rates.values())
+        return {"cpu_adam_threads": float(min(threads for threads, rate in rates.items() if rate >= full_rate))}
+
+    return repeat
 
 
 def _with_dtypes(tensors: AdamTensors, dtypes: StateDtypes, memory: HostStates) -> AdamTensors:

@@ -212,6 +212,12 @@ def _entries(
     def updates(quantity: str, dtypes: StateDtypes) -> Prepare:
         return lambda: probes.host_updates(memory(), quantity, dtypes)
 
+    def by_threads() -> dict[int, AdamKernel]:
+        if isinstance(memory().kernel, StockAdam):
+            raise ProbeError("DeepSpeed's kernel updates on the threads of PyTorch")
+        counts = [max(1, threads >> halvings) for halvings in range(threads.bit_length())]
+        return {count: training_cpu_adam(SUB_GROUPS, count, cores[:count]) for count in counts}
+
     def copies(*directions: Callable[..., Copies]) -> list[Copies]:
         return [direction(host, copy_bytes) for direction in directions]
 
@@ -241,6 +247,7 @@ def _entries(
             (quantity,): updates(quantity, dtypes)
             for quantity, dtypes in zip(CPU_ADAM.values(), STATE_DTYPES, strict=True)
         },
+        ("cpu_adam_threads",): lambda: probes.sufficient_threads(memory(), by_threads()),
         ("stock_cpu_adam_params_per_s",): lambda: probes.stock_updates(stock_cpu_adam(SUB_GROUPS), memory(), host),
         ("dram_update_bytes_per_s", "dram_copy_bytes_per_s"): lambda: probes.host_memory(memory().slab),
         **on_device,

@@ -48,6 +48,7 @@ QUANTITIES: dict[str, Quantity] = {
         "the whole update on the CPU, while transfers run both ways", 1e7, 1e11
     ),
     "both_beside_cpu_adam_bytes_per_s": Quantity("both directions concurrently, while the CPU updates", 1e8, 4e12),
+    "cpu_adam_threads": Quantity("the fewest threads that update on the CPU at its full rate", 1, 1e4),
     "stock_cpu_adam_params_per_s": Quantity("the update of stock DeepSpeed on the CPU: three passes", 1e7, 1e11),
     "dram_update_bytes_per_s": Quantity("host memory, read and written in place", 1e9, 5e12),
     "dram_copy_bytes_per_s": Quantity("host memory, copied: bytes read and written", 1e9, 5e12),

@@ -213,10 +213,11 @@ def test_a_config_is_checked_rule_by_rule(
 def measured(monkeypatch: pytest.MonkeyPatch) -> HardwareProfile:
     """Return the profile that is measured instead of one of this machine; training a few layers takes a minute."""
     samples = {**dict.fromkeys(REQUIRED, (1e9,)), "copy_latency_s": (9.5e-6, 10.5e-6, 9.75e-6)}
+    samples["cpu_adam_threads"] = (4.0,)
     samples |= {"h2d_bytes_per_s": (24.5e9, 25.5e9, 24.9e9), "dram_update_bytes_per_s": (205e9,) * 3}
     measurements = {name: Measurement(samples=values) for name, values in samples.items()}
     measurements["d2h_bytes_per_s"] = Measurement(waived="[reason]")
-    found = HardwareProfile(name="here", provenance=Provenance(source="measured"), measurements=measurements)
+    found = HardwareProfile(name="here", provenance=Provenance(source="measured", cores=8), measurements=measurements)
     monkeypatch.setattr(profile_command, "measure", lambda *arguments, **options: found)
     step = {"module_forward_s": Measurement(samples=(6e-4,))}
     monkeypatch.setattr(profile_command, "measure_training", lambda ranks: step)
@@ -238,6 +239,8 @@ def test_rank_0_writes_and_prints_quantities_in_readable_units_and_a_full_profil
         "copy_latency_s 9.75 9.5 to 10.5 us",
         "d2h_bytes_per_s WAIVED (1)",
         "(1) [reason]",
+        "cpu_adam_threads 4 4 to 4 threads",
+        '4 of 8 CPU threads update at the full rate ("cpu_threads": 4)',
     ):
         assert row in rows, rows
     # Rank 1 does not need the folder: it may run on a node that does not have it.

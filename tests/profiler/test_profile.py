@@ -92,10 +92,14 @@ def virtual_profile(
 ) -> HardwareProfile:
     stock = TimedAdam(device, 1.5 * UPDATE_S - TICK_S)
     groups = CollectiveGroups(in_node=GroupOfTwo(device, IN_NODE_S), across_nodes=GroupOfTwo(device, ACROSS_NODES_S))
-    make_plugin = mock.Mock(return_value=plugin or TimedAdam(device, UPDATE_S - TICK_S))
+
+    def pinned(_: int, threads: int, cores: tuple[int, ...]) -> TimedAdam:
+        assert cores == (5, 1, 3)[:threads], "pinned as in training"
+        return plugin or TimedAdam(device, UPDATE_S * THREADS / threads - TICK_S)
+
     with (
         kernels(
-            training_cpu_adam=make_plugin,
+            training_cpu_adam=pinned,
             stock_cpu_adam=lambda _: stock,
             training_gpu_adam=make_on_gpu or (lambda: TimedAdam(device, LAUNCH_S, KERNEL_S)),
         ),
@@ -103,9 +107,7 @@ def virtual_profile(
         mock.patch.object(os, "sched_getaffinity", return_value=set(range(6))),
         mock.patch.object(machine, "core_quota", return_value=None),
     ):
-        found = measure(device, Ranks(), SMALL, threads=THREADS, groups=groups, cores=(5, 1, 3))
-    assert {call.args[1:] for call in make_plugin.call_args_list} == {(THREADS, (5, 1, 3))}, "pinned as in training"
-    return found
+        return measure(device, Ranks(), SMALL, threads=THREADS, groups=groups, cores=(5, 1, 3))
 
 
 @pytest.mark.P5
@@ -123,6 +125,7 @@ def test_every_quantity_is_exact_on_a_virtual_clock(device: VirtualDevice, monke
         "pageable_h2d_bytes_per_s": 2**20 / copy_s,
         "copy_latency_s": 1024 / 1e10 + COPY_LATENCY_S,
         "cpu_adam_params_per_s": 10_000 / UPDATE_S,
+        "cpu_adam_threads": THREADS,
         "stock_cpu_adam_params_per_s": 10_000 / (1.5 * UPDATE_S),
         "cpu_adam_beside_transfers_params_per_s": 10_000 / UPDATE_S,
         "both_beside_cpu_adam_bytes_per_s": 2 * 2**20 / copy_s,
@@ -146,7 +149,9 @@ def test_all_memory_is_freed_while_the_error_of_a_probe_is_handled(device: Virtu
         virtual_profile(device, FailingAdam(device, fails_at))
     assert caught.value.__traceback__ is not None
     assert (device.held_bytes, device.registered) == (0, [])
-    profile = virtual_profile(device, make_on_gpu=lambda: FailingAdam(device, fails_at=1))
+    same_on_any_threads = TimedAdam(device, UPDATE_S - TICK_S)
+    profile = virtual_profile(device, same_on_any_threads, make_on_gpu=lambda: FailingAdam(device, fails_at=1))
+    assert profile.rate("cpu_adam_threads") == 1
     assert profile.measurements["gpu_adam_params_per_s"].waived == "MemoryError: broken on purpose"
     assert device.held_bytes == 0
 
