@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks.gpu.arms import FSDP2, TORCHAO, ArmJob, Qwen3
 from benchmarks.gpu.energy import joules
 from benchmarks.harness.interleaved_runs import ADAPTING, SEED, WARM_UP
 from benchmarks.harness.overrides import deterministic_algorithms, without_updates
-from benchmarks.harness.variants import OURS_STAGE_3, STAGE_3, Variant
+from benchmarks.harness.variants import NO_OFFLOAD, OURS_STAGE_3, STAGE_3, Variant
 from tests.launch import answer
 
 TIMED, TIMED_WITHOUT_UPDATES = 5, 3
@@ -140,6 +140,10 @@ def _with_engine(variant: Variant, setting: Qwen3) -> StartedArm:
         shared = torch.cuda.is_available() and int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count()
         deepspeed.init_distributed(dist_backend="gloo" if shared else None)
     model, config = _model(setting, torch.bfloat16), variant.config_for(setting)
+    if variant is NO_OFFLOAD and os.environ.get(SOFTWARE_GPU) == "1":
+        # DeepSpeed's FusedAdam needs a CUDA compiler.
+        variant = replace(variant, inner_optimizer="AdamW")
+        config["optimizer"]["params"]["torch_adam"] = True
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return StartedArm(
         forward=lambda batch: engine(input_ids=batch, labels=batch).loss,
@@ -179,17 +183,19 @@ def _digest(engine: Any) -> str:
 
 def _fsdp2(setting: Qwen3) -> StartedArm:
     """Return the arm that trains by FSDP2, which keeps fp32 parameters and states on the host and computes in bf16."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     on_cuda = torch.cuda.is_available()
-    # The norm of the gradients is a tensor on the host.
-    dist.init_process_group("cuda:nccl,cpu:gloo" if on_cuda else "gloo")
+    if not dist.is_initialized():  # by the software GPU
+        # The norm of the gradients is a tensor on the host.
+        dist.init_process_group("cuda:nccl,cpu:gloo" if on_cuda else "gloo")
     model = _model(setting, torch.float32)
     policies: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
-        "mesh": init_device_mesh(get_accelerator().device_name(), (dist.get_world_size(),)),
+        # init_device_mesh refuses the name of the software GPU.
+        "mesh": DeviceMesh(get_accelerator().device_name(), list(range(dist.get_world_size()))),
     }
     for layer in model.model.layers:
         fully_shard(layer, **policies)
