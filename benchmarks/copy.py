@@ -1,6 +1,6 @@
 """How fast are copies between host and accelerator, by direction and size, pinned or pageable, and in both directions?
 
-The probes are those of the hardware profile: they time many copies in a row on a stream.
+The hardware profile uses the same probes: they time many copies in a row on a stream.
 """
 
 from __future__ import annotations

@@ -140,14 +140,14 @@ def in_turns(arms: Sequence[ArmProcess], turns: int) -> list[list[dict[str, Mome
 
 
 def measure(*, quick: bool, turns: float = 16) -> Iterator[Row]:
-    """Yield the seconds of each arm by both clocks, and their ratio to those of the first arm in the same turn."""
+    """Yield the seconds of each arm by both clocks, and their ratio to the first arm's in the same turn."""
     turns = 2 if quick else int(turns)
     for variants in (ON_CPU, ON_SOFTWARE_GPU):
         arms = [ArmProcess(variant=variant, on_software_gpu=variants is ON_SOFTWARE_GPU) for variant in variants]
         times = in_turns(arms, turns)
         for arm, of_arm in zip(arms, times, strict=True):
             labels = labels_of(arm.variant.name + (", software GPU" if arm.on_software_gpu else ""), SETTING)
-            # On the software GPU, only the CPU time is that of the hooks: its kernels run on the same cores.
+            # On the software GPU, only the CPU time is the hooks' own: its kernels run on the same cores.
             for clock, name in enumerate(("", ", CPU time")):
                 seconds, stock = (
                     [sum(turn[phase][clock] for phase in HOOKS) for turn in turns_of] for turns_of in (of_arm, times[0])

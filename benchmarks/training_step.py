@@ -49,7 +49,7 @@ COMPARED = (STOCK, OURS, NO_OFFLOAD)
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield the rows of ``COMPARED`` in each setting, then those of all variants in the usual setting."""
+    """Yield the rows of ``COMPARED`` in each setting, then of all variants in the usual setting."""
     setting = default_setting(quick=quick)
     usual, fewest = repetitions(quick=quick), fewest_repetitions(quick=quick)
     # On a GPU, the settings of the targets come first, since a time limit may stop the run. All variants come last, and

@@ -1,8 +1,8 @@
 """How long does the update take, and how many parameters per second is that?
 
-The time is that of ``engine.step()`` of stock ZeRO-3 offloading, of DeepSpeed's other ways to offload, and of ours by
+``engine.step()`` is timed for stock ZeRO-3 offloading, for DeepSpeed's other ways to offload, and for ours by
 placement; stock and ours also run with DeepSpeed's default sub-group size. The update is done when ``step()`` returns.
-For variants that also update in backward or in the next iterations, the time is not that of the whole update, and has
+For variants that also update in backward or in the next iterations, the time does not cover the whole update, and has
 another label.
 
 An update on the CPU that is limited by host memory moves 42 bytes per parameter with stock and 28 with ours, so that

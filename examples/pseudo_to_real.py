@@ -41,12 +41,12 @@ SHAPE = Shape(layers=8, width=64, heads=4, context=64)
 EVALUATIONS = 12
 EVALUATED_BATCHES = 4
 EVALUATION_SEED = 10**6
-"""The seed of the evaluated batches. They are of the same text, and no training has this seed."""
+"""The seed of the evaluated batches. They are of the same text, and no training run has this seed."""
 
 
 @dataclass
 class Curve:
-    """The evaluated losses of one training, in nats per byte, with the step and the CPU seconds of training at each."""
+    """The evaluated losses of one run, in nats per byte, with the step and the CPU seconds of training at each."""
 
     name: str
     seed: int
@@ -95,7 +95,7 @@ def main() -> None:
                 f"{curve.name}, seed {seed}: {curve.losses[-1]:.4f} after {curve.cpu_s[-1]:.1f} CPU s",
                 flush=True,
             )
-            # Written after each training, so that a run that is ended early leaves its losses.
+            # Written after each training run, so that ending the program early leaves the losses.
             (args.output / "losses.json").write_text(json.dumps([asdict(curve) for curve in curves], indent=1))
     compare(curves)
     draw(curves, shared_steps, args.output / "losses.png")

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print a failure of tests/gpu at once: a part of ``gpu-check`` that is killed never reaches the summary."""
+    """Print failures of tests/gpu immediately: a part of ``gpu-check`` that is killed never reaches the summary."""
     if report.failed and report.nodeid.startswith("tests/gpu/"):
         print(f"\n----- at once: {report.nodeid}\n{report.longreprtext}", flush=True)
 
@@ -51,7 +51,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory, except those of ranks that still run."""
+    """Remove the 66 MB per rank that DeepSpeed leaves in shared memory, except for ranks that still run."""
     if not hasattr(session.config, "workerinput"):
         for path in shared_buffers() - session.stash[BUFFERS_BEFORE] - open_shared_buffers():
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Check that the benchmarks run without a GPU, that exact variants have stock's bits, and how rows are shown."""
+"""Check that the benchmarks run without a GPU, that exact variants match stock's bits, and how rows are shown."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_hyperthread_siblings_are_one_core_with_the_cpus_that_are_allowed(tmp_pa
         write(cpus / f"cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
     write(nodes / "node0/cpulist", "0-1,4-5")
     write(nodes / "node1/cpulist", "2-3,6-7")
-    # A node with memory only, such as that of a GPU whose memory the CPU can address.
+    # A node with memory only, such as for a GPU whose memory the CPU can address.
     write(nodes / "node2/cpulist", "")
     write(nodes / "online", "0-2")
     both = {"node": 0}, {"node": 1}

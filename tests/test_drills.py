@@ -1,4 +1,4 @@
-"""Check that training on a machine with too little of something has the bits of stock, or an error with the remedy."""
+"""Check that training with too little of something is bit-identical to stock, or raises an error with the remedy."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_the_summary_leaves_out_the_first_updates_and_is_logged_once(lines: list
     assert update == "  update 25.0 s, predicted 10.0 s (-60%)"
     assert kinds.startswith("  PREFETCH 4.00 s, predicted 2.00 s (-50%); GPU_STEP 4.00 s, ")
     assert (kinds.count(";"), lines) == (4, [])
-    # A plan of all placements, with forwards beside updates.
+    # A plan of all placements, with forwards during updates.
     predicted, description = PredictedUpdate(timeline(1.0), 0.5), ["cpu: 4 units", "memory of rank 0: 1 kB"]
     plan = replace(
         PLANNED, description=description, predict=lambda _: predicted, read_windows=lambda: Windows(forward_s=1.0)

@@ -122,7 +122,7 @@ def test_nothing_is_unregistered_when_a_forked_child_or_the_interpreter_ends() -
 
 
 LARGE_BYTES = 32 * HUGE_PAGE_BYTES
-"""A size at which the first address is not mapped again at once after it is unmapped, though the last may be."""
+"""A size at which the first address is not mapped again right after it is unmapped, though the last may be."""
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
@@ -179,7 +179,7 @@ def calls_of(cuda: mock.MagicMock) -> list[str]:
 
 
 def test_a_refused_lock_or_unlock_leaves_no_error_for_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check it because the next launch may be that of the collective in which the ranks agree on the error."""
+    """Check it because the next launch may be the collective in which the ranks agree on the error."""
     cuda = simulate_cuda(monkeypatch, register=2)
     with pytest.raises(HostMemoryError, match=r"refused: refused \(2\)"):
         CudaDevice(3).host_slab(1000).lock()

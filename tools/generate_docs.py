@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
         part = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         generated = generate()
         # A function, because a replacement string would interpret backslashes.
-        fresh, count = part.subn(lambda match: f"{match[1]}{generated}{match[2]}", text)  # noqa: B023 (called at once)
+        fresh, count = part.subn(lambda match: f"{match[1]}{generated}{match[2]}", text)  # noqa: B023 (called here)
         assert count == 1, f"{page} must have the generated part {name!r} once, found {count}"
         if fresh != text:
             stale.append(page)

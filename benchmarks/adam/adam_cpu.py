@@ -66,7 +66,7 @@ class TimedUpdate(Protocol):
 class ThreePassUpdate:
     """An update in the three passes that DeepSpeed's ``stage3.py`` makes, in memory of PyTorch's allocator.
 
-    They are those of ``unscale_and_clip_grads``, ``optimizer.step()`` and ``copy_``.
+    The passes are ``unscale_and_clip_grads``, ``optimizer.step()`` and ``copy_``.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""How fast is the GPU's update? The bandwidth of our Triton kernel is compared with that of a copy on the same GPU.
+"""How fast is the GPU's update? The bandwidth of our Triton kernel is compared with a copy's on the same GPU.
 
 The gradient is in bf16 in one comparison, in fp32 in another. p, m and v are read and written in fp32, and the
 parameter is written in bf16. The copy is a ``tensor.copy_`` that moves as many bytes, half of them read and half of
 them written. PyTorch's fused AdamW reads the gradient in fp32, and its parameters are rounded in a second pass, as a
 16-bit model needs. The variants run one after the other in each repetition, in an order that alternates, and CUDA
-events time them. The bits are compared with those of the CPU kernel after the first update.
+events time them. After the first update, the bits are compared with the CPU kernel's.
 """
 
 from __future__ import annotations

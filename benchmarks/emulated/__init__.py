@@ -2,7 +2,7 @@
 
 Everything is EMULATED: no row is a measurement of a GPU or a disk. A small model trains for real on the software GPU of
 the tests (``tests/software_gpu``), and its losses and weights are compared bit by bit. Its copies, its kernels and its
-updates take the time that they would take on the emulated machine, whose rates are those of a preset of ``perf_model``.
+updates take the time that they would take on the emulated machine, whose rates come from a preset of ``perf_model``.
 The predictions come from the same rates. So this shows whether the runtime works as the model predicts, and not
 whether a preset describes a real machine: ``run.py`` explains the scales.
 
@@ -61,7 +61,7 @@ ORDER = f"pairs of {EMULATED} arms in the predicted order"
 
 
 def measure(*, quick: bool, machines: float = 1, disks: float = 1) -> Iterator[Row]:
-    """Yield the seconds of each arm in each run with their errors, and those of states on disk.
+    """Yield the seconds of each arm in each run with their errors, and also of states on disk.
 
     ``machines`` or ``disks`` of 0 leaves these rows out.
     """

@@ -11,7 +11,7 @@ PLANNED = "planned, overlap"
 """The name of the arm that plans by itself."""
 
 NEVER_CLIPS = 1e6
-"""The limit of the norm: the small model's gradients would be clipped in each step, unlike those of a trained model."""
+"""The limit of the norm: the small model's gradients would be clipped in each step, unlike a trained model's."""
 
 SHARED = {
     # Emulated seconds do not depend on the cores of this machine, which other processes may use.

@@ -44,7 +44,7 @@ MARGIN_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstratedRun(EmulatedRun):
-    """A run whose emulated seconds are those of the machine: page, picture and table show the same seconds."""
+    """A run whose emulated seconds equal the machine's: page, picture and table show the same seconds."""
 
     @property
     def slowdown(self) -> float:

@@ -1,8 +1,8 @@
 """How long does an update with states on disk take, compared with stock's swapper on the same disk? (EMULATED)
 
 Nothing is a measurement of a GPU or of a disk. Both arms have the same disk, which is emulated as is the rest of the
-machine (``benchmarks/emulated``). All states are on the disk, so the CPU updates all units. The seconds are those of
-the emulated machine.
+machine (``benchmarks/emulated``). All states are on the disk, so the CPU updates all units. The seconds are the
+emulated machine's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DISKS = {
     "both at once": DiskRates(read=6.5e9, write=5e9, both=11.5e9),
     "one after the other": DiskRates.one_after_the_other(6.5e9, 5e9),
 }
-"""SSDs of PCIe 4 that lose nothing if they read and write at once, and that gain nothing."""
+"""PCIe 4 SSDs that lose nothing by concurrent reads and writes, and that gain nothing."""
 
 RUN = EmulatedRun(machine="rtx4090", ranks=1, small=SmallModel(layers=8, width=512, sub_group_size=2_000_000))
 
@@ -40,7 +40,7 @@ PER_STOCK, PER_BYTES = "stock's", "seconds of its bytes"
 
 
 def measure(*, quick: bool) -> Iterator[Row]:
-    """Yield the seconds of an iteration and of an update of each arm, and those of the bytes that it moves."""
+    """Yield the seconds of an iteration and of an update of each arm, and of the bytes that it moves."""
     run = replace(RUN, small=SmallModel(layers=2, sub_group_size=500_000)) if quick else RUN
     turns = Turns(turns=1, iterations=1) if quick else Turns(turns=3, iterations=2)
     for name in list(DISKS)[:1] if quick else DISKS:

@@ -23,7 +23,7 @@ PUBLISHES = "_reassign_or_swap_out_partitioned_parameters"
 def stock_passes(widths: Widths) -> dict[str, int]:
     """Return the methods of stock's optimizer that do one pass each, with the bytes of host memory per parameter.
 
-    They add up to those of ``stock_traffic_by_action``. The plugin overrides the methods without calling them.
+    They add up to the bytes of ``stock_traffic_by_action``. The plugin overrides the methods without calling them.
     """
     return {
         "unscale_and_clip_grads": 2 * widths.master,

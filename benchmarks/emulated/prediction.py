@@ -23,8 +23,8 @@ SMALLEST_EXPOSED = 0.05
 class PredictedArm:
     """The predicted emulated seconds of one arm.
 
-    They are those of its update, of the part that the model waits for, of the wait for the copies of gradients after
-    backward, and of the iteration.
+    They cover its update, the part that the model waits for, the wait for the copies of gradients after backward, and
+    the iteration.
     """
 
     update_s: float
@@ -85,7 +85,7 @@ def windows_of(run: EmulatedRun) -> Windows:
 def is_negligible(predicted_s: float, exposed_s: Sequence[float], stock_update_s: Sequence[float]) -> bool:
     """Return whether an exposed time is negligible, as predicted and as measured.
 
-    The relative error of such a prediction means nothing, since all of the time may be that of the host's Python code.
+    The relative error of such a prediction means nothing, since the host's Python code may take all of the time.
     """
     return max(predicted_s, median(exposed_s)) < SMALLEST_EXPOSED * median(stock_update_s)
 

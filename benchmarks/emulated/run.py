@@ -48,7 +48,7 @@ STOCK_STEP_S = 1.5
 """Emulated seconds that stock's passes over host memory take in every run, which decides the slowdown."""
 
 LARGEST_PERSISTENT = 1000
-"""The norms of the small model have at most so many elements. DeepSpeed keeps them gathered, as those of the run."""
+"""The norms of the small model have at most so many elements. They are persistent parameters, as in the run."""
 
 
 LAG = "longest lag of this machine in an EMULATED iteration"
@@ -99,7 +99,7 @@ class SmallModel(TrainingSetting):
 
     @property
     def forward_flops(self) -> float:
-        """Return the operations of the matrix products of forward; those of backward are twice as many."""
+        """Return the operations of the matrix products of forward; backward does twice as many."""
         products = 12 * self.layers * self.width**2 + 256 * self.width
         attention = 2 * self.layers * self.width * self.context
         return 2.0 * self.tokens * (products + attention)
@@ -223,7 +223,7 @@ class EmulatedRun:
     def planned_by_plugin(self) -> Iterator[HostPasses]:
         """Emulate the machine inside this context, in which the plugin itself plans and adapts.
 
-        Yield the passes of CPU updates, which also take emulated time. The quick profile is that of the emulated
+        Yield the passes of CPU updates, which also take emulated time. The quick profile describes the emulated
         machine. It cannot be measured, because updates on the CPU take emulated time only inside the context of
         ``HostPasses``. The GPU's memory is not limited.
         """

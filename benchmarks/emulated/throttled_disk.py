@@ -97,7 +97,7 @@ class AioHandle:
     """The methods of DeepSpeed's ``aio_handle`` that its swappers of optimizer states call, on ``disks`` by folder.
 
     As with ``intra_op_parallelism`` of 1, DeepSpeed's default, one thread does all transfers in their order. All
-    handles know all ``buffers``: those of a pipelined swapper come from its handle for writes.
+    handles know all ``buffers``: a pipelined swapper's come from its handle for writes.
     """
 
     def __init__(self, disks: Mapping[str, ThrottledDisk], buffers: list[torch.Tensor]) -> None:

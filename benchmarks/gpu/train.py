@@ -101,7 +101,7 @@ def _iterate(training: StartedArm, batches: Iterator[torch.Tensor], count: int) 
     """Train ``count`` iterations, and return their seconds by the host's clock and their losses.
 
     An iteration ends where the next one starts. The device is synchronized before the first and after the last one. If
-    the GPU reports its energy, ``joules`` are those of one iteration. ``phases_s`` lists forward, backward and
+    the GPU reports its energy, ``joules`` covers one iteration. ``phases_s`` lists forward, backward and
     ``step()``.
     """
     losses, phases_s, starts_s = [], [], []

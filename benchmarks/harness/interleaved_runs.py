@@ -1,7 +1,7 @@
 """Run variants interleaved: each run is a fresh engine on the same model, seed and text, for some iterations.
 
 Only one engine exists at a time, so that the largest model that stock offloading can hold can be measured. Since every
-run does the same, its bits at the end can be compared with those of any other run.
+run does the same, its bits at the end can be compared with any other run's.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ BENCHMARKS = {
 }
 
 EMULATED = "EMULATED"
-"""The word in the quantity of every row whose seconds are those of an emulated machine."""
+"""The word in the quantity of every row whose seconds are an emulated machine's."""
 
 UPDATE_SPEEDUP, ITERATION_SPEEDUP = "update speedup over stock", "iteration speedup over stock"
 COST, COST_SHARE, RETAINED = "cost of the update", "cost / stock's cost", "retained"

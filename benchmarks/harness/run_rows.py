@@ -64,13 +64,13 @@ def all_samples(runs: Sequence[EngineRun], name: str) -> list[float]:
 
 
 def speedups(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], name: str) -> list[float]:
-    """Return the seconds of ``stock_runs`` divided by those of ``runs``, for each iteration of the same round."""
+    """Return the seconds of ``stock_runs`` per second of ``runs``, for each iteration of the same round."""
     pairs = zip(all_samples(stock_runs, name), all_samples(runs, name), strict=True)
     return [stock_s / sample_s for stock_s, sample_s in pairs]
 
 
 def phase_rows(runs: Sequence[EngineRun], stock_runs: Sequence[EngineRun], **labels: Any) -> Iterator[Row]:
-    """Yield the seconds of an iteration and of its phases, the speedup, and whether the bits are stock's."""
+    """Yield the seconds of an iteration and of its phases, the speedup, and whether the bits match stock's."""
     yield Row(quantity="forward", unit="s", samples=all_samples(runs, "forward_s"), **labels)
     yield Row(quantity="backward", unit="s", samples=all_samples(runs, "backward_s"), **labels)
     yield Row(quantity="step()", unit="s", samples=all_samples(runs, "step_s"), **labels)

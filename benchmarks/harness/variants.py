@@ -199,7 +199,7 @@ def competitors(setting: TrainingSetting) -> tuple[Variant, ...]:
 def twin_flow(setting: TrainingSetting) -> Variant:
     """Return Twin-Flow with as many whole sub-groups on the accelerator as fit the memory that ours may use.
 
-    At least one sub-group is there. PyTorch's Adam updates it, which rounds differently from that of stock offloading.
+    At least one sub-group is there. PyTorch's Adam updates it, which rounds differently from stock offloading's.
     """
     sub_groups = -(-setting.parameters // setting.sub_group_size)
     on_accelerator = setting.accelerator_bytes // (TWIN_FLOW_BYTES * setting.sub_group_size)

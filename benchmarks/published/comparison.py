@@ -35,7 +35,7 @@ class SettingSplit:
     """A way to group runs with common rates, and to divide the settings of a group into fitted and predicted ones.
 
     The runs with the smaller half of the values of ``halved``, rounded up, are fitted. If it is None, the groups are
-    sweeps: the settings that are not interleaved and those of the outermost strides are fitted.
+    sweeps: the settings that are not interleaved or have the outermost strides are fitted.
     """
 
     name: str
@@ -64,7 +64,7 @@ NODES = SettingSplit(name="more nodes", key=lambda run: (run.machine, run.ranks_
 class Prediction:
     """The prediction of one run; ``fitted``: the rates were fitted to its setting.
 
-    ``seconds`` are those of each quantity by ``MODEL``, and by the others where they apply.
+    ``seconds`` holds each quantity's time by ``MODEL``, and by the others where they apply.
     """
 
     run: MeasuredRun
@@ -220,7 +220,7 @@ def per_parameter(quantity: str, runs: Sequence[MeasuredRun], fitted: Runs, *, a
 
     They may be of other sweeps and models. For the update, runs of one machine, number of ranks and stride are alike,
     and the parameters are the offloaded ones of a rank. For the rest, the batch and the offloaded share must also be
-    equal, and the parameters are those of the model. With ``any_nodes``, only the ranks per node must be equal.
+    equal, and the parameters are the model's. With ``any_nodes``, only the ranks per node must be equal.
     """
 
     def alike(run: MeasuredRun) -> Hashable:

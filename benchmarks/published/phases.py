@@ -59,7 +59,7 @@ def priors_of_phases(machine: str) -> dict[str, Prior]:
         "training_flops_per_s": Prior(LIMIT_FLOPS_PER_S[machine], 0.25),
         "layer_s": Prior(LAYER_S, 0.3),
         # The forward after an interleaved update takes 6 to 11 ms per layer in the runs of at most 13B on 4xH100, whose
-        # kernels are shorter than that, and that of stock 4.5 to 4.7 ms. The logs do not show the reason.
+        # kernels are shorter than that, and stock's 4.5 to 4.7 ms. The logs do not show the reason.
         "interleaved_layer_s": Prior(0.007, 0.3),
         # 100 Gb/s per node of 4 GPUs.
         "inter_node_bytes_per_s": Prior(3e9, 0.7),

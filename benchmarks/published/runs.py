@@ -20,7 +20,7 @@ QUANTITIES = ("forward", "backward", "update", "iteration")
 class RunSetting:
     """The inputs of the prediction of an update: two runs on one machine with equal settings should take equally long.
 
-    ``real_params`` are those of the whole model, divided among ``ranks`` ranks, and ``sub_group_size`` is in parameters
+    ``real_params`` are the whole model's, divided among ``ranks`` ranks, and ``sub_group_size`` is in parameters
     of one rank. ``cpu_ratio`` is the share of the sub-groups that is offloaded. ``update_stride`` is None if updates
     are not interleaved.
     """

@@ -21,7 +21,7 @@ if __name__ == "__main__":
         # The ranks meet here, as in DeepSpeed's function. This one ends before it makes its shared memory.
         torch.distributed.init_process_group("gloo")
         time.sleep(TIMEOUT_S / 2)
-        os._exit(0)  # With another exit code, the launcher would end rank 0, too.
+        os._exit(0)  # With another exit code, the launcher would also end rank 0.
     # DeepSpeed never removes the shared memory of earlier runs.
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_1"):
         path.unlink()

@@ -19,7 +19,7 @@ class InBackground:
     def __init__(self, config, rank):
         self.states, self.waits = [], 0
 
-    def save(self, states, path):  # It returns at once. The states are read until wait() returns.
+    def save(self, states, path):  # It returns immediately. The states are read until wait() returns.
         self.states.append(states)
 
     def wait(self, persist):

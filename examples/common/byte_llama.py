@@ -1,6 +1,6 @@
 """Define a small Hugging Face causal LM with the shape of Llama and random weights, and a dataset for it.
 
-The examples with a framework use it. The text is that of ``byte_gpt``.
+The examples with a framework use it. ``byte_gpt`` provides the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Try releases of DeepSpeed and PyTorch with the golden cases, and write ``results.json`` for the tables in the docs.
 
 ``python -m tests.compat [deepspeed==VERSION | torch==VERSION ...]``; without arguments all releases that were tried.
-Each is installed into a folder of its own. Those of PyTorch, 3 to 6 GB each, are tried with this environment's
+Each is installed into a folder of its own. PyTorch's, 3 to 6 GB each, are tried with this environment's
 DeepSpeed, and removed afterwards.
 """
 
@@ -27,7 +27,7 @@ FOLDER = REPOSITORY / ".cache" / "compat"
 TIMEOUT_S = 3600
 
 OPTIONS = {
-    # DeepSpeed's requirements are those of this environment.
+    # DeepSpeed's requirements come from this environment.
     "deepspeed": ("--no-deps", "--no-build-isolation"),
     # PyTorch's CUDA builds cannot be imported without CUDA's libraries, which are packages of their own.
     "torch": ("--no-compile", "--no-warn-conflicts"),

@@ -1,1 +1,1 @@
-"""Does training with Trainer, TRL, Accelerate and Lightning have the bits of stock?"""
+"""Is training with Trainer, TRL, Accelerate and Lightning bit-identical to stock?"""

@@ -74,7 +74,7 @@ def parts() -> list[Part]:
 
 
 def side_by_side(chosen: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the parts that run at the same time: neighbours that may run beside each other, or one part alone."""
+    """Yield the parts that run at the same time: neighbours that may run concurrently, or one part alone."""
     for runs_beside, group in groupby(chosen, key=lambda part: part.runs_beside):
         if runs_beside:
             yield list(group)

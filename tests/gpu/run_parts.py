@@ -176,7 +176,7 @@ def kill_all(variable: str) -> None:
 
 
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write the outcomes so far; the JSON file is replaced at once, so that a killed run leaves a readable file."""
+    """Write the outcomes so far; the JSON file is replaced atomically, so that a killed run leaves a readable file."""
     partial = out / ".summary.json"
     partial.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     os.replace(partial, out / "summary.json")

@@ -1,4 +1,4 @@
-"""Test the real engine on CUDA with ``overlap_comm``: every kind of training has stock's bits.
+"""Test the real engine on CUDA with ``overlap_comm``: every kind of training is bit-identical to stock.
 
 A gradient crosses PCIe at most once, all copies use page-locked memory, and no other process changes a bit or shares
 the states' memory. ``parts.py`` selects the tests of a part by the words "placements", "long" and "processes".

@@ -136,7 +136,7 @@ def test_a_unit_of_a_billion_parameters_is_streamed() -> None:
 
 
 def random_on_gpu(numel: int, seed: int) -> AdamTensors:
-    """Return random tensors for the reference. The bits of the kernel are those of the CPU kernel (test_kernel.py)."""
+    """Return random tensors for the reference. The kernel is bit-identical to the CPU kernel (test_kernel.py)."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def drawn(dtype: torch.dtype = torch.float32) -> torch.Tensor:

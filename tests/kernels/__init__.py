@@ -1,1 +1,1 @@
-"""Do our Adam kernels have the bits of stock's op?"""
+"""Are our Adam kernels bit-identical to stock's op?"""

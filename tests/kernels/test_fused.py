@@ -58,7 +58,7 @@ EACH_DTYPES = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 @pytest.fixture(autouse=True)
 def one_thread_of_stock() -> Iterator[None]:
-    """Let stock's op use one thread: threads of OpenMP would wait for each other beside other tests."""
+    """Let stock's op use one thread: OpenMP threads would wait for each other while other tests run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -247,7 +247,7 @@ def test_rounding_is_that_of_pytorch_for_every_upper_half(
 
 
 NANS = torch.tensor([0x7FC00000, 0x7FC10000, -0x400000, -0x10000], dtype=torch.int32).view(torch.float32).repeat(251)
-"""NaNs that bf16 can represent, too: with both signs, and with and without a payload."""
+"""NaNs that bf16 can also represent: with both signs, and with and without a payload."""
 
 
 @pytest.mark.parametrize("source", [*STATES, "grad", "invalid operation"])
@@ -256,7 +256,7 @@ NANS = torch.tensor([0x7FC00000, 0x7FC10000, -0x400000, -0x10000], dtype=torch.i
 def test_states_have_the_nan_of_stock_and_bf16_parameters_have_0x7fc0(
     source: str, grad_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """Check the sign and the payload, which IEEE 754 leaves open; those of stock are the processor's."""
+    """Check the sign and the payload, which IEEE 754 leaves open; stock's are the processor's."""
     ours, gradient = random_tensors(1003, grad_dtype, param_dtype, seed=3)
     ours.grad.copy_(gradient())
     if source == "invalid operation":

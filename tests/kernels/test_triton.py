@@ -55,7 +55,7 @@ class Compiled:
         return self.arithmetic[name] + 2 * self.arithmetic[f"{name}x2"]
 
     def machine_operations(self, folder: Path) -> Counter[str]:
-        """Count FADD, FMUL and FFMA, packed ones twice, and not those of divisions, which have a suffix."""
+        """Count FADD, FMUL and FFMA, packed ones twice, but not in divisions, where they have a suffix."""
         cubin = folder / "kernel.cubin"
         cubin.write_bytes(self.cubin)
         nvdisasm = triton.knobs.nvidia.nvdisasm.path

@@ -86,7 +86,7 @@ def test_presets_have_the_parameters_and_sizes_that_transformers_builds() -> Non
     ],
 )
 def test_a_published_model_has_the_sizes_of_its_formula(name: str, sizes: tuple[object, ...], active: float) -> None:
-    """Check all experts in memory, and those of a token in widths and active parameters."""
+    """Check all experts in memory, and a token's experts in widths and active parameters."""
     shape = shape_of(PUBLISHED[name], name)
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
     assert (heads, shape.intermediate, shape.scores_width, len(shape.tensors), shape.numel) == sizes

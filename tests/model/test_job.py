@@ -51,7 +51,7 @@ def test_shared_layers_have_the_parameters_of_some_layers_and_the_operations_of_
     assert shared.layers == PRESET.layers
     for recompute in (True, False):
         assert shared.iteration_flops(2, 2048, recompute) == PRESET.iteration_flops(2, 2048, recompute)
-    # Forward uses the parameters of layer i % every in the places of those of layer i.
+    # Forward uses the parameters of layer i % every in place of layer i's.
     number = re.compile(rf"(?<=^{PATH}\.)\d+")
     expected = [number.sub(lambda match: str(int(match[0]) % every), name) for name in PRESET.uses()]
     assert shared.uses() == expected
@@ -138,10 +138,10 @@ OFFLOADED = replace(JOB, world_size=1, ranks_per_node=1, offload_param=True)
     ("job", "rates", "forward_s", "backward_s"),
     [
         (JOB, ALONE, JOB.work.forward_flops / 1e14, JOB.work.backward_flops / 1e14),
-        # With recomputation, backward launches the modules of forward, too.
+        # With recomputation, backward also launches the modules of forward.
         (JOB, SLOW_HOST, MODULES * 0.1, MODULES * 0.3),
         (replace(JOB, recompute=False), SLOW_HOST, MODULES * 0.1, MODULES * 0.2),
-        # One gather in each, and one reduction of as many bytes, or of those of the trainable parameters.
+        # One gather in each, and one reduction of as many bytes, or of the trainable parameters' bytes.
         (JOB, SLOW_NETWORK, GATHER_S, 2 * GATHER_S),
         (replace(JOB, trainable_share=0.01), SLOW_NETWORK, GATHER_S, 1.01 * GATHER_S),
         # Offloaded parameters are uploaded for each gather.

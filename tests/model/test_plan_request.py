@@ -45,7 +45,7 @@ def test_shared_parameters_are_needed_in_the_first_pass_and_the_next_ones_after_
     sub_groups: list[list[Partition]], layers: list[Partition], size: int, expected: list[int]
 ) -> None:
     uses = ParameterUses(sub_groups, [partition.name for partition in (EMBEDDING, *layers, HEAD)])
-    # Forward uses as many parameters from the need of each unit to that of the next.
+    # Forward uses as many parameters from the need of each unit to the next unit's.
     assert [unit.forward_numel for unit in uses.count(cut_into_units(sub_groups, size)).units] == expected
 
 

@@ -52,7 +52,7 @@ def test_an_update_takes_the_seconds_that_are_counted_by_hand(
 
 
 def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
-    # The units are published after 7/6 and 13/6 s. Forward needs the first at once and the second when half of
+    # The units are published after 7/6 and 13/6 s. Forward needs the first immediately and the second when half of
     # forward is over.
     update_plan = plan_of(CPU, CPU)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
@@ -138,7 +138,7 @@ def test_eager_units_hide_in_backward_and_slow_it_down() -> None:
     eager = plan_of(CPU, CPU, CPU, eager=frozenset({1, 2}))
     overlap = Windows(backward_s=3.0, forward_s=3.0, slowdown=Slowdown(cpu=0.25))
     timeline = simulate(eager.schedule, eager.workload, cost(cpu=2e9), overlap)
-    # Beside two updates of half a second each, backward loses a quarter of each; forward waits for unit 0.
+    # During two updates of half a second each, backward loses a quarter of each; forward waits for unit 0.
     assert overlap.added_time(timeline, eager.workload, cost()) == pytest.approx((0.5 + 1 / 6, 0.25))
     phases = overlap.phases(timeline, eager.workload, cost())
     assert (phases[0].start_s, phases[-1].end_s) == pytest.approx((-3.25, 3.0 + 0.5 + 1 / 6))
@@ -241,7 +241,7 @@ def test_forward_takes_longer_beside_the_update_and_not_after_it() -> None:
 
 @pytest.mark.parametrize(("cpu", "copies"), [(0.0, 0.0), (0.4, 0.1), (0.1, 0.6), (0.9, 0.9)])
 def test_the_slowdown_is_found_from_forwards(cpu: float, copies: float) -> None:
-    # As in training: first beside the CPU alone, and then beside both.
+    # As in training: first with the CPU alone, and then with both.
     beside = [(1.0, 0.0)] * 4 + [(0.5, 1.5), (1.5, 0.5), (1.0, 1.0), (0.7, 1.2)]
     found = fit_slowdown(
         [SlowedForward(cpu * cpu_s + copies * copies_s, cpu_s, copies_s) for cpu_s, copies_s in beside]

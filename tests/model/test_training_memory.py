@@ -114,7 +114,7 @@ def test_an_update_takes_the_bytes_per_parameter_that_are_counted_by_hand(
 def test_stock_pins_nothing_and_rounds_and_sums_in_host_memory() -> None:
     stock = MemoryUse.from_reservations(reserved_by_stock(plan(CPU, RESIDENT)))
     assert stock == MemoryUse(gpu_bytes=16 * NUMEL, host_bytes=(12 + 4 + 2 * 2) * NUMEL, pinned_bytes=0)
-    # The gradient has the dtype of the masters, and the sums of gradients that of the model.
+    # The gradient has the dtype of the masters, and the sums of gradients the model's dtype.
     assert MemoryUse.from_reservations(reserved_by_stock(plan(CPU), BF16)).host_bytes == (6 + 2 + 2) * NUMEL
 
 

@@ -79,7 +79,7 @@ def test_rates_beside_transfers_count_only_the_time_of_overlap() -> None:
     with mock.patch.object(time, "perf_counter", side_effect=lambda: device.now_s):
         repeat = updates_during_copies(device, TimedAdam(device, 2))
         assert repeat() == {updates: 1000 / 2, copies: 4096 / 0.5 + 4096 / 1}
-        # The probe chose 50 copies. Those of one direction now end at 5 s, after the second update of eight.
+        # The probe chose 50 copies. In one direction they now end at 5 s, after the second update of eight.
         device.copy_s = (0, 0.1, 1)
         assert repeat() == {updates: 1000 / 2, copies: pytest.approx(4096 / 0.1 + 4096 / 1)}
         device.copy_s = (0, 0.01, 1)

@@ -1,4 +1,4 @@
-"""Provide a device whose work is done at once but takes time on a virtual clock, so that measured rates are exact."""
+"""Provide a device whose work ends immediately but takes time on a virtual clock, so that measured rates are exact."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class MovingIteration:
     prefetches: bool = False
     is_skipped: bool = False
     speculation: int = 0
-    """The seed of the steps that are speculated: of the right step or of another one, and perhaps given back."""
+    """The seed of the steps that are speculated: of the right step or of another one, and perhaps discarded."""
     forward: list[int] = field(default_factory=list)
     """The units that a forward gathers on a separate stream while the update runs, modulo their number."""
     advances: bool = True
@@ -65,7 +65,7 @@ class MovingIteration:
 
 
 class MovingTraining:
-    """A training through the memory and the executor, which gets the ``options``; ``adam`` replaces both kernels."""
+    """A training run through memory and executor, which gets the ``options``; ``adam`` replaces both kernels."""
 
     late_s = 0.0
 
@@ -159,7 +159,7 @@ class MovingTraining:
         assert self.executor.failure is None, self.executor.failure
 
     def speculate(self, step: int, chance: random.Random) -> None:
-        """Start the steps of some eager units. Those of other hyperparameters, or that are given back, are in vain."""
+        """Start the steps of some eager units. Steps with other hyperparameters, or that are discarded, are in vain."""
         ready = self.device.event()
         self.device.current_stream().record(ready)
         scales = chance.choice([(), (0.5,), (0.5,), (0.25,), (0.25, 0.5), (0.5, 0.25)]) if self.plan.eager else ()
@@ -200,7 +200,7 @@ class MovingTraining:
             self.device.copy(part.grad, part.elements.view(whole[part.sub_group]))
 
     def read_gradients(self) -> torch.Tensor:
-        """Return a copy of the gradients of all sub-groups. The host reads those in host memory at once."""
+        """Return a copy of the gradients of all sub-groups. The host immediately reads those in host memory."""
         found = [torch.empty(numel, dtype=self.model.grad_dtype) for numel in self.model.numels]
         copied = []
         for unit in self.memory.units:

@@ -15,7 +15,7 @@ from tests.software_gpu.settings import changed
 
 
 class SoftwareDevice(CudaDevice):
-    """The software GPU, with the same streams in each training: the thread of a stream never ends."""
+    """The software GPU, with the same streams in each training run: the thread of a stream never ends."""
 
     _all_streams: ClassVar[list[CudaStream]] = []
 

@@ -1,7 +1,7 @@
 """Remove each wait of the runtime, one at a time: training on the software GPU then has a race, or a wrong number.
 
 A wait is a call in ``deep_opt_states/runtime`` that makes a stream or the host wait for an event, for all lanes or for
-the worker; in a loop, each pass is one, and so is that of the first, second or third prefetch for flushes in flight.
+the worker; in a loop, each pass is one, and so is the first, second or third prefetch's wait for flushes in flight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.software_gpu.ranks import on_device
 
 STEP = Path(deep_opt_states.zero.step.__file__).parent
 SOURCES = [*Path(deep_opt_states.runtime.__file__).parent.glob("*.py"), STEP / "exposure.py", STEP / "staging.py"]
-"""The files of the runtime, and those of a step that use streams themselves."""
+"""The runtime's files, and the files of a step that use streams themselves."""
 
 # The file and the line of a wait; and training on the software GPU, which returns whether all numbers are right.
 Place: TypeAlias = tuple[str, int]

@@ -1,4 +1,4 @@
-"""Check that each wait of the executor can be interrupted and repeated, with the bits of an uninterrupted update."""
+"""Check that each wait of the executor can be interrupted and repeated without changing the bits of the update."""
 
 from __future__ import annotations
 

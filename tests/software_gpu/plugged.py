@@ -30,7 +30,7 @@ KERNEL = SoftwareAdamKernel()
 
 
 class SoftwareAccelerator(CPU_Accelerator):
-    """DeepSpeed's accelerator for the device. Its operators, such as CPU Adam, are those of the CPU accelerator."""
+    """DeepSpeed's accelerator for the device. Its operators, such as CPU Adam, are the CPU accelerator's."""
 
     def __init__(self) -> None:
         super().__init__()

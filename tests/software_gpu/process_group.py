@@ -64,8 +64,8 @@ class SoftwareProcessGroup(dist.ProcessGroup):
     """A process group whose tensors are on the device.
 
     Tensors of the host are refused, as NCCL refuses them, unless ``host_tensors`` is set for training on the CPU in the
-    same process. They have a Gloo group of their own, since the order of host and stream need not be that of the other
-    ranks.
+    same process. They have a Gloo group of their own, since other ranks may order host and stream
+    differently.
     """
 
     host_tensors = True

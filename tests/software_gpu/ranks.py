@@ -1,4 +1,4 @@
-"""Prepare a process for training on the device, and on the CPU accelerator beside it; run the tests of a module there.
+"""Prepare a process for training on the device alongside the CPU accelerator; run the tests of a module there.
 
 A process can load the device once, and never unload it, so that no test runs on it in the process of pytest.
 """
@@ -55,7 +55,7 @@ def on_device(body: Callable[[], None]) -> Callable[[], None]:
 @once
 def errors_of(module: str) -> dict[str, str]:
     profile, seed = settings.get_current_profile_name(), core.global_force_seed
-    # With the profile of "make stress", Hypothesis draws 20 times as many examples as with that of "make test".
+    # With the profile of "make stress", Hypothesis draws 20 times as many examples as in "make test".
     errors: dict[str, str] = on_ranks(
         1, run_bodies, module, profile, seed, group=software_process_group, timeout_s=1800
     )[0]

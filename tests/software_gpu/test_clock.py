@@ -168,7 +168,7 @@ def test_kernels_of_other_streams_are_executed_between_the_kernels_that_a_produc
     product_s = 0.08
 
     def ends_ms(kernels: int) -> tuple[float, float]:
-        """Return when a kernel ends that follows a copy of 30 ms, and when it and a product beside both have ended."""
+        """Return when a kernel ends that follows a copy of 30 ms, and when it and a concurrent product have ended."""
         rates = MachineRates(
             h2d=1e6, flops_per_s=2 * 40 * 50 * 60 / product_s, launch_s=2e-3, kernels_per_product=kernels
         )

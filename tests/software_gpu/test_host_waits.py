@@ -1,4 +1,4 @@
-"""Check where a step makes the host wait for the device: the numbers are those of the table in docs/dev/design.md.
+"""Check where a step makes the host wait for the device: the numbers match the table in docs/dev/design.md.
 
 The device is lazy: what nothing waits for is not executed.
 """
@@ -38,7 +38,7 @@ STRIDE = {**STRIDE_2, "num_slots": 2}
 """The number of slots is given: otherwise the host waits once, in the step in which slots are added."""
 
 HELPERS = ("library.py", "device.py", "cuda.py", "plugged.py", "compat.py", "nvtx.py", "__init__.py")
-"""Files whose functions wait on behalf of their callers. ``__init__.py`` is that of ``torch.accelerator``."""
+"""Files whose functions wait on behalf of their callers. ``__init__.py`` is ``torch.accelerator``'s."""
 
 WHOLE_DEVICE, COPY_OF_OFFLOADED, WORKER = "synchronize", "copy H2D, blocking", "worker"
 """Reasons of waits: for all streams; for a copy that DeepSpeed issues before it gathers an offloaded parameter, with

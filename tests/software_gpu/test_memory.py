@@ -91,7 +91,7 @@ def test_large_copies_between_host_and_device_are_divided_and_no_others() -> Non
 
 
 def races_of(program: Callable[[], object]) -> list[str]:
-    """Return the races of the program, without those of the tensors that it frees while streams use them."""
+    """Return the races of the program, except on tensors that it frees while streams use them."""
     with changed(racecheck=True), checked_threads():
         program()
         device.synchronize()

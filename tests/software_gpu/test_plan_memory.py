@@ -40,7 +40,7 @@ RULES = by_name({"layers.1.*": "resident", "layers.2.*": "streamed", "*": "cpu"}
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training with the plan of the config ``block``, and then with ``plans``; without any, the planner decides.
+    """A training run with the plan of the config ``block``, and then with ``plans``; without any, the planner decides.
 
     ``sums_of``: the plans with which the GPU has the sums also of units that the CPU updates. ``short_after``: the
     number of steps after which allocations are retried.
@@ -97,7 +97,7 @@ def check_memory(training: Training, name: str, optimizer: Any, allocated: int) 
         sums_on_accelerator=keeps_sums or not accumulates,
         params_on_host=case.offload_param,
     )
-    # Gradients on the GPU are those of streamed and resident units, and of others only if they are counted.
+    # The GPU holds the gradients of streamed and resident units, and of others only if they are counted.
     expected = {placement: width * plan.numel(placement) for placement in Placement}
     if not keeps_sums:
         expected[CPU] = 0

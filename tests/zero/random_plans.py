@@ -56,8 +56,8 @@ NUM_UNITS = (80, 27, 12, 1)
 """The numbers of units of random plans, about: no unit crosses a border of parameters that share no sub-group."""
 
 EVICTED, EVICTED_IN_FORWARD = 0.2, 0.1
-"""The share of the steps after which the memory of the plan is given back, on all ranks, and of the forwards before
-which it is given back as before a larger input, on one rank alone."""
+"""The share of the steps after which the memory of the plan is evicted, on all ranks, and of the forwards before
+which it is evicted as before a larger input, on one rank alone."""
 
 
 def random_moves(seed: int, moved: MoveCounts, change_after: float) -> AbstractContextManager[None]:

@@ -135,7 +135,7 @@ def fail_in_backward(engine: Any) -> None:
 
 @ranks(1)
 def test_gradients_of_a_failed_backward_are_not_mixed_with_later_ones() -> None:
-    """Check DeepSpeed's bucket, in whose own memory gradients are reduced: it still has those of that backward."""
+    """Check DeepSpeed's bucket, in whose own memory gradients are reduced: it still holds that backward's."""
     undisturbed = step_after(None, do_nothing, reduce_scatter=False)
     for fail in (fail_in_backward, lambda engine: (fail_in_backward(engine), engine.zero_grad())):
         # Stock reduces the gradients that are left in the bucket together with the next ones.
@@ -177,7 +177,7 @@ def test_repeated_gradients_are_summed_which_stock_refuses_or_loses() -> None:
         expected = gradients_of_shared_layer(None, LARGE, accumulation, recomputed=False)
         found = gradients_of_shared_layer(block, bucket, accumulation, recomputed=True)
         assert relative_difference(expected, found) < 1e-6, (block, bucket, accumulation)
-        # Those of a window's second micro-batch are added to those of the first one in another order.
+        # A window's second micro-batch adds its gradients to the first one's in another order.
         if dist.get_world_size() == 1 and accumulation == 1:
             assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items()), (block, bucket)
     with pytest.raises((AssertionError, AttributeError)):

@@ -1,4 +1,4 @@
-"""Check that units which move between steps, and between checkpoints, leave the bits of stock."""
+"""Check that training is bit-identical to stock if units move between steps, and between checkpoints."""
 
 from __future__ import annotations
 

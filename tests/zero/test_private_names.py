@@ -136,7 +136,7 @@ def test_a_method_that_older_releases_lack_is_missed_in_a_newer_one() -> None:
 
 
 def test_a_private_name_that_is_used_elsewhere_is_found() -> None:
-    # A class of ours that is no base class defines it, too.
+    # A class of ours that is no base class also defines it.
     ours = {"_get_ckpt_name"}
     for source, name in {
         "def f(engine): return engine._config": "_config",
@@ -178,8 +178,8 @@ def defined_private_names(sources: Iterable[str]) -> set[str]:
 def foreign_private_names(source: str, ours: set[str]) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each use of a private name that is not one of ours.
 
-    A name of ``ours`` that DeepSpeed defines, too, counts as DeepSpeed's. An attribute of ``self`` is ours if this file
-    defines it, or that of a base class. An override may call the method that it overrides.
+    A name of ``ours`` that DeepSpeed also defines counts as DeepSpeed's. An attribute of ``self`` is ours if this file
+    or a base class's defines it. An override may call the method that it overrides.
     """
     own = ours - names_of_deepspeed()
     bases = re.findall(r"^class \w+\((\w+)(?:\[.*\])?\):", source, re.MULTILINE)

@@ -262,7 +262,7 @@ def test_a_rule_without_effect_is_refused_before_a_kernel_is_loaded() -> None:
 
 
 def own_threads() -> int:
-    """Return the number of threads but for those of waits, which end at once but not before their wait does."""
+    """Return the number of threads except waiting ones, which end immediately, but not before their wait does."""
     return sum(thread.name != waiting.THREAD for thread in threading.enumerate())
 
 

@@ -187,7 +187,7 @@ class FrameworkRuns:
                 resumed = self.train(run, "resumed", BLOCK, halfway_of=ours)
                 results[name] = self.compare(stock, resumed)
                 if not results[name].endswith(EQUAL):
-                    # ms-swift trains with other data after a resumption, with stock, too.
+                    # ms-swift trains with other data after a resumption, also with stock.
                     stock = self.train(run, "stock resumed", {}, halfway_of=stock)
                     results[name] = f"compared with stock resumed: {self.compare(stock, resumed)}"
         except RunFailed as failure:

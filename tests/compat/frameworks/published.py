@@ -1,6 +1,6 @@
 """State the ZeRO-3 offload configs that LLaMA-Factory and axolotl publish.
 
-The settings are those of the files, key by key, and were compared with the files when they were written here. The files
+The settings match the files, key by key, and were compared with the files when they were written here. The files
 themselves are not copied; both projects have the Apache-2.0 licence. The Trainer fills in what is ``"auto"``.
 
 - ``LLAMA_FACTORY``: ``examples/deepspeed/ds_z3_offload_config.json`` of hiyouga/LLaMA-Factory, commit

@@ -264,7 +264,7 @@ ON_ONE_RANK = {
         script=after(accesses.read_masters),
     ),
     # Units move between steps.
-    # The executor waits for its streams, too, when it gets other units.
+    # The executor also waits for its streams when it gets other units.
     # Without them, nothing else is waited for in the step.
     "a move does not wait until resident states are written back, which the CPU updates from then on": Fault(
         combined(order.resident_states_with(order.does_not_wait_for_the_write_back), order.update_does_not_drain),

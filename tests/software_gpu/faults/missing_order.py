@@ -151,7 +151,7 @@ backward_does_not_wait = combined(
     replaced(Executor, "prefetch", _prefetch_anyway),
     missing(Executor, "forget_replaced_tensors"),
 )
-"""Remove backward's waits for the update in both of its hooks, and prefetch and forget gradients in spite of it."""
+"""Remove backward's waits for the update in both of its hooks, and prefetch and discard gradients regardless."""
 
 
 def resident_states_with(fault: Callable[[StatesElsewhere], object]) -> Callable[[], AbstractContextManager[object]]:

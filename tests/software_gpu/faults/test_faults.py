@@ -22,7 +22,7 @@ LAZY = Settings(lazy=True, lazy_s=20.0)
 
 
 def error_text(error: BaseException) -> str:
-    """Forget the error on the device, and return its text. A failed update has the error of its kernel as its cause."""
+    """Clear the error on the device, and return its text. A failed update has the error of its kernel as its cause."""
     device.call("drain")
     device.take_error()
     cause = error.__cause__ or error

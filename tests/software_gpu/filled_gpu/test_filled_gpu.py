@@ -79,7 +79,7 @@ def failing_reservation() -> AbstractContextManager[Any]:
 def trained(
     stock: Record, steps: list[Step], short: AbstractContextManager[Any], memory_bytes: int = MEMORY
 ) -> tuple[Seen, str]:
-    """Train while memory is short, with the bits of stock and equal plans on all ranks. Return also the log."""
+    """Train while memory is short, bit-identical to stock, with equal plans on all ranks. Return also the log."""
     log = io.StringIO()
     with short, redirect_stdout(log):
         ours, seen = train_on_gpu(steps, BLOCK, memory_bytes)
@@ -140,7 +140,7 @@ def with_fault(fault: Fault) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Growth:
-    """A training whose need for memory grows. It fails with the fault ``out_of_memory``, or has ``wrong_bits``."""
+    """A training run whose need for memory grows. It fails with the fault ``out_of_memory``, or has ``wrong_bits``."""
 
     memory_mib: int
     steps: list[Step]
@@ -180,7 +180,7 @@ BALANCED = 8
 
 
 def by_values(memory_mib: int, margin_mib: int, grown: Step, fault: Fault, *small_layers: int, **others: Any) -> Growth:
-    """Return a training whose need grows by values, which inputs do not show. Stock leaves about 140 MiB free."""
+    """Return a training run whose need grows by values, which inputs do not show. Stock leaves about 140 MiB free."""
     balanced = Step((TOKENS,), busiest=64)
     block = {**BLOCK, "gpu_memory_margin_gb": margin_mib * 2**20 / 1e9}
     case = replace(CASE, blocks=(block,), widths=(64, 3000, 3000, 64, *small_layers))
@@ -200,7 +200,7 @@ FROM_LAYER_TO_LAYER = by_values(312, 64, unbalanced(25), (NOT_BETWEEN_LAYERS,), 
 
 
 def check_bits(growth: Growth) -> Seen:
-    """Train with the bits of stock, which has the same memory, and with others if the fault is to give wrong bits."""
+    """Train bit-identically to stock with the same memory, and differently if the fault is to give wrong bits."""
     stock, _ = growth.train(None)
     ours, seen = growth.train(growth.case.blocks[0])
     assert_same_bits(stock, ours)

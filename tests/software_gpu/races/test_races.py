@@ -125,7 +125,7 @@ def cases(every_case: bool) -> Iterator[tuple[Case, Block]]:
         yield replace(repeated, zero={"overlap_comm": False}), STRIDE_2
     # Every other case has no overlap of one or both kinds. Overlap is the default.
     changes = cycle((SERIAL, {}, WITHOUT_BACKWARD_OVERLAP, {}, WITHOUT_FORWARD_OVERLAP, {}))
-    # Cases with hpZ come last: DeepSpeed keeps its process groups, and later engines would gather with them, too.
+    # Cases with hpZ come last: DeepSpeed keeps its process groups, and later engines would also gather with them.
     for case in sorted((*CASES, *DEPARTURES), key=lambda case: "zero_hpz_partition_size" in case.zero):
         loaded_after = 0 if case.reload is None else case.reload[1]
         if case.world_size != dist.get_world_size() or loaded_after >= MAX_STEPS:

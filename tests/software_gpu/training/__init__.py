@@ -1,1 +1,1 @@
-"""Does training on a device that is asynchronous, with memory of its own, have the bits of stock on the CPU?"""
+"""Is training on an asynchronous device with memory of its own bit-identical to stock on the CPU?"""

@@ -49,7 +49,7 @@ LIMITS = {
         ("tensors", "open files", "temporary files", "shared memory, files", "threads"), 1 / LEAK_EVERY / 2
     ),
 }
-"""The largest growth per step of each quantity: half of that of a leak."""
+"""The largest growth per step of each quantity: half of a leak's."""
 
 WARM_UP_STEPS = 1_000
 MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -154,6 +154,6 @@ def grown(seed: int, steps: int, leak: str) -> dict[str, float]:
                 save_and_load(engine, folder / "saved", plan)
                 samples.append(counted(page_locked))
         growth = {name: growth_of([sample[name] for sample in samples]) for name in samples[0]}
-        # Host memory grows in the first steps, with stock, too: it is judged if the second quarter is later.
+        # Host memory grows in the first steps, also with stock: it is judged if the second quarter is later.
         judged = set(LIMITS) - (set() if steps >= 4 * WARM_UP_STEPS else {"host memory, bytes"})
         return {name: growth[name] for name in judged if growth[name] > LIMITS[name]}

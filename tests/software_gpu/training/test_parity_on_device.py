@@ -1,4 +1,4 @@
-"""Check that training on the device, with stock and with the plugin, has the bits of stock on the CPU accelerator."""
+"""Check that training on the device, with stock or the plugin, is bit-identical to stock on the CPU accelerator."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def plans(block: Block) -> bool:
 def check(case: Case, arms: list[Arm]) -> None:
     """Train the case with stock on the CPU, for departures on gradients of zero, and the arms on the device."""
     expected = run(replace(case, zero_instead_of_skip=True), None, None)
-    # Training that changed nothing would have equal bits, too.
+    # Training that changed nothing would also have equal bits.
     assert len(set(expected.numbers["loss"])) > 2
     rates = MACHINE if any(map(plans, case.blocks)) else MachineRates()
     for adversary, saved_by, block in arms:

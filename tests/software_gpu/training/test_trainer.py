@@ -1,4 +1,4 @@
-"""Check that Hugging Face's Trainer trains, evaluates, saves and resumes on the device with the bits of the CPU."""
+"""Check that Hugging Face's Trainer trains, evaluates, saves and resumes on the device bit-identically to the CPU."""
 
 from __future__ import annotations
 

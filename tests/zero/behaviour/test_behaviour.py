@@ -1,4 +1,4 @@
-"""Check that callers see the same with the plugin as with stock, in the scenarios of the modules beside this one."""
+"""Check that callers see the same with the plugin as with stock, in the scenarios of the folder's other modules."""
 
 from __future__ import annotations
 

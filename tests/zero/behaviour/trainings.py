@@ -84,7 +84,7 @@ def learning_rates(variant: BehaviourVariant) -> Seen:
 
 
 def optimizers_and_schedulers(variant: BehaviourVariant) -> Seen:
-    """Use those of the config, those that the caller creates, with param groups, and functions that create them."""
+    """Use the config's, those that the caller creates, with param groups, and functions that create them."""
 
     def halving(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -108,7 +108,7 @@ def optimizers_and_schedulers(variant: BehaviourVariant) -> Seen:
 
 
 def backward_of_tensors(variant: BehaviourVariant) -> Seen:
-    """Call ``loss.backward()``, ``output.backward(gradient)`` and that of a scaled loss, not ``engine.backward``."""
+    """Call ``loss.backward()``, ``output.backward(gradient)`` and a scaled loss's, not ``engine.backward``."""
     engine = variant.engine(BehaviourNet(), gradient_accumulation_steps=2)
     for step in range(6):
         output = engine(inputs(step))

@@ -1,1 +1,1 @@
-"""Are checkpoints interchangeable with those of stock, also after a run is killed?"""
+"""Are checkpoints interchangeable with stock's, also after a run is killed?"""

@@ -146,7 +146,7 @@ def load(stock: Any, ours: Any, damaged: Path, now: Path) -> tuple[str, list[str
         problems = [*three_parts_missing(str(error)), *before.differences(Loaded.from_engine(ours)), *changed]
         return "refused", problems
     except Exception as error:  # noqa: BLE001 (any error that is not ours is a problem)
-        # Printed at once: the other ranks may wait in the load, so that the ranks cannot exchange their results.
+        # Printed immediately: the other ranks may wait in the load, so that the ranks cannot exchange their results.
         print(f"rank {dist.get_rank()}: {type(error).__name__}: {error}", flush=True)
         return "failed", [f"{type(error).__name__}: {error}", *before.differences(Loaded.from_engine(ours))]
     problems = []

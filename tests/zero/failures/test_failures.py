@@ -192,7 +192,7 @@ def test_a_failed_update_in_flight_stops_every_rank_at_the_first_use_of_the_stat
         "safe_get_full": lambda engine, _: safe_get_full_fp32_param(next(engine.module.parameters())),
     }
     with trained(STRIDE_2) as (engine, folder):
-        # Until all ranks stop, the collectives of rank 1 must be those of a forward without a failure.
+        # Until all ranks stop, rank 1's collectives must be the same as in a forward without a failure.
         complete: list[str] = []
         engine.optimizer._update.wait()
         with logged_collectives(complete):

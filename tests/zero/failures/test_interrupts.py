@@ -57,7 +57,7 @@ CLIP = {"eager": 1.12}
 """The norm above which gradients are clipped. With the default of 0.5, every step is, and no speculated one is kept."""
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-3, "bias_correction": False}}
-"""Without bias correction, a resumed run of stock has the bits of one run. With it, beta^t is computed in two ways."""
+"""Without bias correction, a resumed stock run is bit-identical to one run. With it, beta^t is computed in two ways."""
 
 UPDATE_S = 0.002
 """The time that each range of an update takes in addition, so that the host waits."""

@@ -9,7 +9,7 @@ HALF = MARGIN // 2
 
 
 class BudgetedTraining:
-    """A training that needs some of ``total`` bytes for itself, and in which the optimizer holds all that it may."""
+    """A training run that needs some of ``total`` bytes itself, and in which the optimizer holds all that it may."""
 
     def __init__(self, needs: int | None = None, *, limit: int | None = None) -> None:
         self.budget = GpuBudget(start_bytes=limit or 0, margin_bytes=MARGIN, fills=limit is None)
@@ -23,7 +23,7 @@ class BudgetedTraining:
         free = self.total - (needs if evicts else self.peak)
         self.budget.observe(free, self.retries, self.held, is_evicted=evicts)
         if evicts or self.held != self.budget.bytes:
-            # The peak counts anew when the optimizer takes memory or gives it back.
+            # The peak counts anew when the optimizer takes memory or releases it.
             self.peak = 0
         self.held = self.budget.bytes
         return self.budget.bytes
@@ -37,7 +37,7 @@ def test_the_budget_is_once_all_that_is_free_after_the_observed_steps_less_the_m
     for needs in (300, 500, 400)[: OBSERVED_STEPS - 1]:
         assert not training.budget.is_short_with(0), "the budget does not shrink after these steps"
         assert training.step(needs) == 0
-    # The peak of all observed steps counts, and not that of the last.
+    # The peak of all observed steps counts, and not the last one's.
     assert training.step(200) == 1000 - 500 - MARGIN
     training.total = 5000
     assert training.steps(*[10] * 20) == [400] * 20
@@ -70,7 +70,7 @@ def test_a_retried_allocation_halves_what_is_held_or_forbids_everything_if_nothi
         assert training.steps(600, 600) == [allowed] * 2, "a retry counts once"
     training = BudgetedTraining(600)
     training.retries += 1
-    # A retry before the memory is given back is none without it.
+    # A retry before the memory is released is none without it.
     training.budget.count_retries(training.retries, training.held)
     assert training.step(650, evicts=True) == 150
     training.retries += 1

@@ -56,7 +56,7 @@ def test_states_are_accepted_if_they_fit_and_otherwise_refused_with_the_needed_a
         check_free_memory(*STATES, TWO_CONTAINERS, free_memory(79, container_gb=40))
     with pytest.raises(HostMemoryError, match=r"in a container .* 39.0 GB are free; found 40.0 GB .* by 1 rank .*"):
         check_free_memory(*STATES, TWO_CONTAINERS, free_memory(100, container_gb=39))
-    # 10 of the 40 GB are those of eager units.
+    # Eager units account for 10 of the 40 GB.
     with pytest.raises(HostMemoryError, match=r'Set "eager": false\. Or: Free memory'):
         check_free_memory(*STATES, TWO_RANKS, free_memory(100), 12 * GB)
 

@@ -1,4 +1,4 @@
-"""Check when backward and forward are measured without an update beside them, and how slowdowns are found."""
+"""Check when backward and forward are measured without a concurrent update, and how slowdowns are found."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_forward_and_backward_are_measured_without_an_update_beside_them_and_the
         run.step(forward_s, backward_s)
     assert run.inside == [True] * FIRST_UPDATES + [False]
     assert run.windows.windows() == Windows(backward_s=3.0, forward_s=3.0)
-    # All of an update of 1 s runs beside forward, which is no window.
+    # All of an update of 1 s runs during forward, which is no window.
     run.step(3.5, 60.0)
     found = run.windows.windows()
     assert (found.backward_s, found.forward_s) == (3.0, 3.0)

@@ -47,7 +47,7 @@ CASE = Case(
     zero={
         "stage3_max_live_parameters": 0,
         "stage3_prefetch_bucket_size": 0,
-        # On the CPU accelerator the bucket is host memory, too. It is allocated after the peak.
+        # On the CPU accelerator the bucket is also host memory. It is allocated after the peak.
         "reduce_bucket_size": WIDTH * WIDTH,
     },
 )
@@ -101,5 +101,5 @@ def test_the_predicted_memory_is_reserved_and_used_by_the_process() -> None:
     assert ours["rss"] - stock["rss"] == pytest.approx(growth, abs=12e6)
     # Destroying the engine frees all of it, and buffers of DeepSpeed.
     assert ours["rss"] - ours["destroyed"] >= predicted.total() - 12e6
-    # While the states are created, only those of one sub-group, in the dtype of the model, are allocated temporarily.
+    # While the states are created, only one sub-group's, in the dtype of the model, are allocated temporarily.
     assert ours["peak"] - ours["before"] <= 1.05 * (ours["rss"] - ours["before"])

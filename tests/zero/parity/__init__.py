@@ -1,1 +1,1 @@
-"""Are parameters, moments and losses those of stock, bit for bit?"""
+"""Are parameters, moments and losses bit-identical to stock's?"""

@@ -327,5 +327,5 @@ NAMES_ON_CPU = {
 assert {case.name for case in QUICK} >= NAMES_ON_CPU
 
 ON_CPU = tuple(case for case in QUICK if case.shares_host_memory or case.name in NAMES_ON_CPU)
-"""The cases that ``make test`` trains on the CPU accelerator, too: memory that host and accelerator share, and a case
+"""The cases that ``make test`` also trains on the CPU accelerator: memory that host and accelerator share, and a case
 of each kind of state. ``make test-all`` trains the others there."""

@@ -1,4 +1,4 @@
-"""Check that training with libraries, and with other blocks of DeepSpeed's config, has the bits of stock."""
+"""Check that training with libraries, or other blocks of DeepSpeed's config, is bit-identical to stock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lora() -> torch.nn.Module:
 
 
 class Ulysses(torch.nn.Module):
-    """Attention over a sequence that is split over the ranks. ``tokens`` are those of this rank's part."""
+    """Attention over a sequence that is split over the ranks. ``tokens`` are this rank's part."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Check that training has the bits of stock: masters, moments, step counts, 16-bit parameters, losses and norms.
+"""Check that training is bit-identical to stock: masters, moments, step counts, 16-bit parameters, losses and norms.
 
 These tests train on the CPU accelerator: ``make test`` the short list ``ON_CPU``, ``make test-all`` every case. All of
 ``QUICK`` trains on the GPU in software in ``make test`` (``software_gpu/training/test_parity_on_device.py``).

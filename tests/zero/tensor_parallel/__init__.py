@@ -1,1 +1,1 @@
-"""Does training beside tensor parallelism, by AutoTP or by a Megatron-style ``mpu``, have the bits of stock?"""
+"""Is training with tensor parallelism, by AutoTP or by a Megatron-style ``mpu``, bit-identical to stock?"""

@@ -1,4 +1,4 @@
-"""List the cases of training beside tensor parallelism, and train them."""
+"""List the cases of training with tensor parallelism, and train them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TensorParallelCase:
-    """A training with stock and with each of ``ARMS``. In fp16, one step overflows on one rank of a model."""
+    """A training run with stock and with each of ``ARMS``. In fp16, one step overflows on one rank of a model."""
 
     layout: str
     dtype: str
@@ -127,7 +127,7 @@ def run(case: TensorParallelCase, layout: SharedModel, block: Block, steps: int 
 
 
 def planned_numels() -> tuple[float, int]:
-    """Return the elements per rank that ``plan --tensor-parallel`` counts, and those of norms, counted as whole."""
+    """Return the elements per rank that ``plan --tensor-parallel`` counts, and the elements of norms, counted whole."""
     with torch.device("meta"):
         numels = {name: param.numel() for name, param in tiny_llama().named_parameters()}
     shards = sum(shard_numel(name, numel, MODEL_RANKS) for name, numel in numels.items())

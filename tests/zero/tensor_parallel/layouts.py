@@ -1,4 +1,4 @@
-"""Define the two ways to train beside tensor parallelism: DeepSpeed's AutoTP, and an ``mpu`` as Megatron has it.
+"""Define the two ways to train with tensor parallelism: DeepSpeed's AutoTP, and an ``mpu`` as Megatron has it.
 
 Ranks that follow one another share a model: with two ranks per model, ranks 0 and 1 do, and ranks 2 and 3.
 """
@@ -64,7 +64,7 @@ class MegatronBlock(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm(x)
-        # The gradient of what all ranks read is summed (Megatron's f), and that of the sum is not (its g).
+        # The gradient of what all ranks read is summed (Megatron's f), and the sum's is not (its g).
         normed.register_hook(lambda gradient: sum_over(self.group, gradient))
         partial = self.rows(torch.nn.functional.gelu(self.columns(normed)))
         return x + partial + (sum_over(self.group, partial) - partial.detach())

@@ -1,4 +1,4 @@
-"""Check that training beside tensor parallelism has the bits of stock, and that uneven shards are refused."""
+"""Check that training with tensor parallelism is bit-identical to stock, and that uneven shards are refused."""
 
 from __future__ import annotations
 
