@@ -136,13 +136,15 @@ def texts_of(path: Path) -> str:
 
 def test_dialect_is_refused_and_quoted_code_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = tmp_path / "module.py"
-    module.write_text('def narrow() -> None:\n    """Return ``tells`` and "what was told"."""\n')
+    module.write_text('def narrow() -> None:\n    """Return ``tells``, "those of" and "what was told", too short."""\n')
     assert lint_prose.main([str(module)]) == 0
-    module.write_text('def of() -> None:\n    """Of the states, which it tells."""\n')
+    module.write_text('def of() -> None:\n    """Of the states, which it tells, those\nof stock, too: at once."""\n')
     assert lint_prose.main([str(module)]) == 1
     shown = capsys.readouterr().out
     for finding in ("begins with 'Of'", "no imperative verb", "identifier 'of'", "the word 'tells'"):
         assert finding in shown
+    for phrase in ("those of", "stock, too", "at once"):
+        assert f"{phrase!r} is translated English" in shown
 
 
 SETUP = ConfigParser()
