@@ -143,13 +143,8 @@ class CudaDevice:
             raise
 
 
-def allocated_bytes() -> int:
-    """Return the bytes of the GPU that this process's tensors use now, without those in PyTorch's cache."""
-    return int(torch.cuda.memory_stats().get("allocated_bytes.all.current", 0))
-
-
 def reserved_bytes() -> int:
-    """Return the bytes of the GPU that PyTorch holds now, with those in its cache, without a call to the driver."""
+    """Return the bytes of the GPU that PyTorch holds now, with its cache. ``memory_stats`` would take longer."""
     stats = torch.cuda.memory_stats_as_nested_dict()
     return int(stats["reserved_bytes"]["all"]["current"]) if stats else 0
 
@@ -202,9 +197,10 @@ class AllocatorWatch:
         the plan would hide the next peak of training.
         """
         torch.cuda.empty_cache()
-        allocated, (_, retries), failed = allocated_bytes(), free_and_retries(None), failed_allocations()
+        allocated_bytes, failed = torch.cuda.memory_allocated(), failed_allocations()
+        _, retries = free_and_retries(None)
         yield
-        self._taken_bytes += allocated_bytes() - allocated
+        self._taken_bytes += torch.cuda.memory_allocated() - allocated_bytes
         torch.cuda.empty_cache()
         self._changed = _peak_and_freed_bytes(torch.cuda.memory_stats())
         self._retries_of_plans += free_and_retries(None)[1] - retries
@@ -217,7 +213,7 @@ class AllocatorWatch:
 
     def bytes_in_use(self) -> int:
         """Return the bytes that tensors use now, with those of the first plan: only the growth matters."""
-        return allocated_bytes() - self._taken_bytes
+        return torch.cuda.memory_allocated() - self._taken_bytes
 
     def has_failed(self) -> bool:
         """Return whether an allocation of training has failed since ``forget_failures``."""

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 NETWORK = (
     *("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "glusterfs", "9p", "virtiofs", "vboxsf"),
     *("afs", "beegfs", "gpfs", "wekafs", "pvfs2", "ocfs2", "gfs2"),
@@ -27,7 +29,6 @@ NETWORK = (
 
 TRIAL = bytes(range(256)) * (mmap.PAGESIZE // 256)
 """The contents of the page with which direct I/O and the mapping are compared."""
-
 
 CHECKED_BYTES = 16 * 2**20
 """The size of one read of ``StateFile.check_readable``."""
@@ -45,7 +46,11 @@ class StateFile:
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder
-        self.fd, self.is_direct = _create(folder, direct=not file_system(folder).startswith(NETWORK))
+        self.fd = _create(folder)
+        self.is_direct = False
+        if not file_system(folder).startswith(NETWORK):
+            with suppress(OSError):
+                self._set_direct(True)
         self._cached_path = f"/proc/self/fd/{self.fd}"
         self.close = weakref.finalize(self, os.close, self.fd)
         # At exit a write may be in flight, and another file could get the same descriptor.
@@ -79,9 +84,13 @@ class StateFile:
                 agrees = sees_mapping and mapped[:] == page[:]
             if not agrees:
                 page[:] = bytes(mmap.PAGESIZE)
-                fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-                self.is_direct = False
+                self._set_direct(False)
                 self.write(memoryview(page), offset_bytes)
+
+    def _set_direct(self, is_direct: bool) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
+        self.is_direct = is_direct
 
     def caches_reads(self) -> bool:
         """Return whether direct reads fill the page cache: some file systems accept the flag and ignore it."""
@@ -138,11 +147,9 @@ class StateFile:
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds ``folder``, such as "ext4"; empty if it is not known."""
     try:
-        mounts = Path("/proc/mounts").read_text(errors="surrogateescape").splitlines()
+        types = {mounted.mountpoint: mounted.fstype for mounted in psutil.disk_partitions(all=True)}
     except OSError:
         return ""
-    # Blanks in the name of a mounted folder are written as \040.
-    types = {folder.replace("\\040", " "): kind for _, folder, kind, *_ in map(str.split, mounts)}
     return types.get(max(filter(folder.resolve().is_relative_to, types), key=len, default=""), "")
 
 
@@ -159,18 +166,11 @@ def check_free_space(folders: Sequence[Path], needed_bytes: int, ranks: int) -> 
             )
 
 
-def _create(folder: Path, *, direct: bool) -> tuple[int, bool]:
-    """Return the descriptor of a new file without a name, and whether it is open for direct I/O."""
+def _create(folder: Path) -> int:
+    """Return the descriptor of a new file without a name."""
     try:
-        for flags in (os.O_DIRECT, 0) if direct else (0,):
-            try:
-                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600), bool(flags)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
-                    raise
-        fd, name = tempfile.mkstemp(prefix="deep_opt_states-", dir=folder)
-        os.unlink(name)
-        return fd, False
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.dup(file.fileno())
     except OSError as error:
         remedy = "Create it, or name" if error.errno == errno.ENOENT else "Name"
         raise DiskError(

@@ -270,7 +270,7 @@ def machine(num_ranks: int, free_bytes: int) -> Iterator[None]:
         (gpu_memory, {"gather_values": ranks.gather, "dist": SimpleNamespace(get_rank=lambda: 0), **together}),
         (devices, {"_no_gpu_adam": lambda: ""}),
         (cuda, {"free_and_retries": lambda *_: (free_bytes, 0)}),
-        (cuda, {"allocated_bytes": lambda: 0, "failed_allocations": lambda: 0}),
+        (cuda, {"failed_allocations": lambda: 0}),
     ]
     with ExitStack() as patches:
         for module, values in replaced:
