@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -18,6 +18,7 @@ from deep_opt_states.files import replace_file
 from deep_opt_states.report.line import COMPARED_UPDATES, WARM_UPDATES, ReportSink, UpdateReporter
 from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo, UpdateRecord
 from perf_model.json_input import shorten
+from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
@@ -51,7 +52,7 @@ class RunWriter(ReportSink):
         """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
         steps = self._steps = self._steps or self._start()
         try:
-            steps.write(json.dumps({"step": record.counts.step, **asdict(record.numbers)}) + "\n")
+            steps.write(json.dumps({"step": record.counts.step, **record.numbers}) + "\n")
             if self._recent and self._recent[-1].plan is not record.plan:
                 self._recent.clear()
             self._recent.append(record)
@@ -87,15 +88,15 @@ class RunWriter(ReportSink):
         self._replace(MEASURED, typical.timeline.chrome_trace(typical.phases))
         if (predicted := reporter.prediction()) is not None:
             self._replace(PREDICTED, predicted.timeline.chrome_trace(predicted.phases))
-        forward_s, backward_s = reporter.alone_s
+        windows = typical.plan.read_windows() or Windows()
         measured = {
             "compared_updates": reporter.compared_updates,
             "compared": [
                 {"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s}
                 for row in reporter.comparison()
             ],
-            "forward_alone_s": forward_s,
-            "backward_alone_s": backward_s,
+            "forward_alone_s": windows.forward_s or None,
+            "backward_alone_s": windows.backward_s or None,
             "stock_s": typical.plan.predict_stock(),
             "drawn_step": typical.counts.step,
         }
@@ -123,14 +124,14 @@ class RecordedRun:
 
     info: RunInfo
     steps: Sequence[Mapping[str, float | None]]
-    compared_updates: int
-    compared: Sequence[ComparisonRow]
-    forward_alone_s: float | None
-    backward_alone_s: float | None
-    stock_s: float | None
-    drawn_step: int | None
-    measured: TracedUpdate | None
-    predicted: TracedUpdate | None
+    measured: TracedUpdate | None = None
+    predicted: TracedUpdate | None = None
+    compared: Sequence[ComparisonRow] = ()
+    compared_updates: int = 0
+    forward_alone_s: float | None = None
+    backward_alone_s: float | None = None
+    stock_s: float | None = None
+    drawn_step: int | None = None
 
     @property
     def typical_steps(self) -> Sequence[Mapping[str, float | None]]:
@@ -158,17 +159,14 @@ class RecordedRun:
                 for path in (folder / MEASURED, folder / PREDICTED)
             )
             rows = info.get("compared", [])
+            numbers = ("compared_updates", "forward_alone_s", "backward_alone_s", "stock_s", "drawn_step")
             return cls(
                 info=_info(info),
                 steps=[_with_cost(_numbers(json.loads(line)), info) for line in lines],
-                compared_updates=info.get("compared_updates", 0),
-                compared=[ComparisonRow(row["what"], row["predicted_s"], row["measured_s"]) for row in rows],
-                forward_alone_s=info.get("forward_alone_s"),
-                backward_alone_s=info.get("backward_alone_s"),
-                stock_s=info.get("stock_s"),
-                drawn_step=info.get("drawn_step"),
                 measured=measured,
                 predicted=predicted,
+                compared=[ComparisonRow(row["what"], row["predicted_s"], row["measured_s"]) for row in rows],
+                **{name: info[name] for name in numbers if name in info},
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(

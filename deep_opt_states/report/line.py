@@ -6,7 +6,6 @@ import atexit
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from statistics import median
 from typing import Protocol
@@ -23,6 +22,7 @@ from deep_opt_states.report.record import (
     UpdateRecord,
     compare,
 )
+from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind
 from perf_model.units import GB, counted, gigabytes_per_second, params_per_second, percent, seconds
@@ -93,12 +93,6 @@ class UpdateReporter:
         windows = self._plan.read_windows() if self._measured else None
         return None if windows is None or self._predict is None else self._predict(windows)
 
-    @property
-    def alone_s(self) -> tuple[float | None, float | None]:
-        """Return the seconds of forward and of backward without an update alongside, None while they are unknown."""
-        windows = self._plan.read_windows()
-        return (None, None) if windows is None else (windows.forward_s or None, windows.backward_s or None)
-
     def _summary(self) -> Iterator[str]:
         """Yield the summary of the updates in at most eight lines: two of seconds, forward, the plan and its memory."""
         rows = self.comparison()
@@ -108,9 +102,9 @@ class UpdateReporter:
         for of_line in (of_model, [row for row in rows if row not in of_model]):
             if of_line:
                 yield "; ".join(map(str, of_line))
-        windows = self._plan.read_windows()
+        windows = self._plan.read_windows() or Windows()
         beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
-        if windows is not None and windows.forward_s > 0 and beside_s > 0:
+        if windows.forward_s > 0 and beside_s > 0:
             yield (
                 f"forward took {seconds(beside_s)} alongside updates and {seconds(windows.forward_s)} without: "
                 f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
@@ -154,18 +148,18 @@ class ProgressLine(ReportSink):
             return
         numbers = record.numbers
         rates = (
-            ("", numbers.params_per_s, params_per_second),
-            ("h2d=", numbers.h2d_bytes_per_s, gigabytes_per_second),
-            ("d2h=", numbers.d2h_bytes_per_s, gigabytes_per_second),
+            ("", numbers["params_per_s"], params_per_second),
+            ("h2d=", numbers["h2d_bytes_per_s"], gigabytes_per_second),
+            ("d2h=", numbers["d2h_bytes_per_s"], gigabytes_per_second),
         )
         parts = [
             f"step={record.counts.step}",
-            f"update exposed={seconds(numbers.exposed_s)} (median of {len(self._exposed_s)}: "
+            f"update exposed={seconds(numbers['exposed_s'])} (median of {len(self._exposed_s)}: "
             f"{seconds(median(self._exposed_s))})",
-            f"hidden={seconds(numbers.hidden_s)}",
+            f"hidden={seconds(numbers['hidden_s'])}",
             *(f"{name}{unit(rate)}" for name, rate, unit in rates if rate is not None),
-            f"CPU Adam={seconds(numbers.cpu_adam_s)}",
-            f"GPU share={percent(numbers.gpu_share)}",
+            f"CPU Adam={seconds(numbers['cpu_adam_s'])}",
+            f"GPU share={percent(numbers['gpu_share'])}",
         ]
         log.info(", ".join(parts))
         self._exposed_s.clear()
@@ -186,7 +180,7 @@ class MonitorEvents(ReportSink):
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
         values: dict[str, float] = {}
-        for name, value in asdict(record.numbers).items():
+        for name, value in record.numbers.items():
             if value is not None:
                 values[name.replace("bytes", "gb")] = value / GB if "bytes" in name else value
         # A prediction is a simulation, too slow for every step.

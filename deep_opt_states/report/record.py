@@ -13,6 +13,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import IterationTimes, Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.schedule.host_layout import Widths
+from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import seconds
 
@@ -39,14 +40,9 @@ class StepCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedPlan:
-    """The plan of the updates: on this rank ``numel`` parameters, ``gpu_share`` of them on the accelerator.
+    """The plan of the updates, with the bytes per parameter of the tensors that they copy."""
 
-    ``widths`` holds the bytes per parameter of the copied tensors. ``description`` is the end of the summary.
-    """
-
-    numel: int
-    gpu_share: float
-    numels: Sequence[int]
+    plan: UpdatePlan
     widths: Widths
     predict: Callable[[Windows], PredictedUpdate] | None = None
     read_windows: Callable[[], Windows | None] = lambda: None
@@ -58,13 +54,14 @@ class ReportedPlan:
     predict_stock: Callable[[], float | None] = lambda: None
     """Returns the predicted seconds of stock's update, at least; None without a profile."""
     description: Sequence[str] = ()
+    """The end of the summary."""
 
     def bytes_per_s(self, direction: str, timeline: Timeline) -> float | None:
         """Return the bytes that were copied in ``direction``, "h2d" or "d2h", per second in which it was busy."""
         lanes = LANES_OF_DIRECTION[direction]
-        traffic = traffic_by_action(self.widths)
+        traffic, units = traffic_by_action(self.widths), self.plan.workload.units
         actions = [span.action for span in timeline.spans if span.action.lane in lanes]
-        moved = sum(getattr(traffic[action.kind], direction) * self.numels[action.unit] for action in actions)
+        moved = sum(getattr(traffic[action.kind], direction) * units[action.unit].numel for action in actions)
         return _rate(moved, timeline.busy_s(*lanes))
 
 
@@ -91,30 +88,6 @@ class MeasuredUpdate:
         return cls(timeline.seconds_by_kind(), update_s, exposed_s, forward_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """The reported numbers of one update. A rate is None if nothing was moved, or if the time was too short.
-
-    The iteration after the update is ``exposed_s``, ``forward_s`` and ``backward_s``. All of its micro-batches but the
-    forward of the first one count as backward. Its times are None if no update has followed. ``last_backward_s`` is the
-    last backward before the update, alongside eager units.
-    """
-
-    iteration_s: float | None
-    forward_s: float | None
-    backward_s: float | None
-    last_backward_s: float
-    memory_bytes: int | None
-    update_s: float
-    exposed_s: float
-    hidden_s: float
-    cpu_adam_s: float
-    params_per_s: float | None
-    h2d_bytes_per_s: float | None
-    d2h_bytes_per_s: float | None
-    gpu_share: float
-
-
 @dataclass(frozen=True)
 class UpdateRecord:
     """One update that ran. ``read_timeline`` reads two device events per action, and is called at most once."""
@@ -135,28 +108,33 @@ class UpdateRecord:
         return MeasuredUpdate.from_timeline(self.timeline, self.phases)
 
     @cached_property
-    def numbers(self) -> Numbers:
-        """Return the reported numbers. Call this first while the update is being reported."""
-        measured, timeline, plan = self.measured, self.timeline, self.plan
-        iteration, forward_s, backward_s = plan.read_iteration(), None, None
+    def numbers(self) -> dict[str, Any]:
+        """Return the reported numbers, which are first read while the update is being reported.
+
+        The iteration after the update is ``exposed_s``, ``forward_s`` and ``backward_s``, all of its micro-batches but
+        the forward of the first one, None if no update has followed. ``last_backward_s`` is the last backward before
+        the update, alongside eager units. A rate is None if nothing was moved, or if the time was too short.
+        """
+        measured, timeline, numel = self.measured, self.timeline, self.plan.plan.workload.numel
+        iteration, forward_s, backward_s = self.plan.read_iteration(), None, None
         if iteration is not None and iteration.backward_start_s is not None:
             forward_s = max(0.0, iteration.backward_start_s - measured.exposed_s)
             backward_s = iteration.end_s - iteration.backward_start_s
-        return Numbers(
-            iteration_s=None if iteration is None else iteration.end_s,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            last_backward_s=seconds_of(Phase.BACKWARD, self.phases),
-            memory_bytes=plan.read_memory_bytes(),
-            update_s=measured.update_s,
-            exposed_s=measured.exposed_s,
-            hidden_s=timeline.hidden_s(measured.exposed_s),
-            cpu_adam_s=timeline.busy_s(Lane.CPU),
-            params_per_s=_rate(plan.numel, measured.update_s),
-            h2d_bytes_per_s=plan.bytes_per_s("h2d", timeline),
-            d2h_bytes_per_s=plan.bytes_per_s("d2h", timeline),
-            gpu_share=plan.gpu_share,
-        )
+        return {
+            "iteration_s": None if iteration is None else iteration.end_s,
+            "forward_s": forward_s,
+            "backward_s": backward_s,
+            "last_backward_s": seconds_of(Phase.BACKWARD, self.phases),
+            "memory_bytes": self.plan.read_memory_bytes(),
+            "update_s": measured.update_s,
+            "exposed_s": measured.exposed_s,
+            "hidden_s": timeline.hidden_s(measured.exposed_s),
+            "cpu_adam_s": timeline.busy_s(Lane.CPU),
+            "params_per_s": _rate(numel, measured.update_s),
+            "h2d_bytes_per_s": self.plan.bytes_per_s("h2d", timeline),
+            "d2h_bytes_per_s": self.plan.bytes_per_s("d2h", timeline),
+            "gpu_share": 1 - self.plan.plan.numel(Placement.CPU) / max(1, numel),
+        }
 
     def is_due(self, every_n_steps: int) -> bool:
         return self.counts.step % every_n_steps == 0

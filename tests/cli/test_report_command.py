@@ -39,7 +39,7 @@ ABOUT = {"began": "2026-01-02T03:04:05+00:00", "world_size": 4, "software": {"de
 INFO = RunInfo(**ABOUT, accelerator=HOSTILE, plan=PLAN, memory_bytes=MEMORY_BYTES)
 UPDATES, EVERY = 9, 4
 FORWARD_ALONE_S, BACKWARD_ALONE_S = 0.03, 0.02
-NOTHING_PLANNED = ReportedPlan(numel=1, gpu_share=0, numels=[1], widths=Widths(param=2, grad=2))
+PLANNED = ReportedPlan(plan=PLAN, widths=Widths(param=2, grad=2))
 
 
 def predicted(windows: Windows) -> PredictedUpdate:
@@ -53,12 +53,9 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
     steps, memory_bytes = count(1), count(2 * 10**9, 10**6)
     # No iteration follows the last update.
     iterations = iter([IterationTimes(0.2 + 0.01 * number, 0.5 + 0.03 * number) for number in range(updates - 1)])
-    numels = [unit.numel for unit in WORKLOAD.units]
     reporter = UpdateReporter(
         ReportedPlan(
-            numel=WORKLOAD.numel,
-            gpu_share=0.5,
-            numels=numels,
+            plan=PLAN,
             widths=Widths(param=2, grad=2),
             predict=predicted if predict else None,
             read_windows=lambda: Windows(backward_s=BACKWARD_ALONE_S, forward_s=FORWARD_ALONE_S),
@@ -273,7 +270,7 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
     second = RunWriter(tmp_path, EVERY, lambda: INFO)
-    nothing = UpdateRecord(StepCounts(1, 8), [], NOTHING_PLANNED, lambda: Timeline(()))
+    nothing = UpdateRecord(StepCounts(1, 8), [], PLANNED, lambda: Timeline(()))
     with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
         second.updated(nothing, first)
     first.close()

@@ -107,11 +107,8 @@ def _stock_update_s(profile: HardwareProfile | None, widths: Widths, workload: W
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
     exposure = assembly.running.exposure
     planned, plan, widths = assembly.planned, assembly.running.plan, assembly.context.setup.widths
-    numels, numel = [unit.numel for unit in plan.workload.units], plan.workload.numel
     return ReportedPlan(
-        numel=numel,
-        gpu_share=1 - plan.numel(Placement.CPU) / max(1, numel),
-        numels=numels,
+        plan=plan,
         widths=widths,
         predict=None if planned.predict is None else partial(planned.predict, plan, assembly.running.uses),
         read_windows=assembly.running.windows.windows,
