@@ -7,7 +7,6 @@ Its folder ``zero/`` contains ``optimizer_state.pt``, and a folder per parameter
 from __future__ import annotations
 
 import difflib
-import errno
 import fcntl
 import os
 import re
@@ -28,9 +27,6 @@ from perf_model.json_input import shorten
 _POWERS = {"exp_avg.pt": 1, "exp_avg_sq.pt": 2}
 """The power of the gradient of which each moment is the running mean."""
 
-_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP}
-"""Errors of file systems that do not make this hard link."""
-
 # Five digits limit the names of a typo to those that fit into memory.
 _RANGE = re.compile(r"(.*)\{(\d{1,5})\.\.(\d{1,5})\}(.*)")
 _LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
@@ -42,18 +38,16 @@ class DelinkError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Delink:
-    """A checkpoint with the files of another one under new names.
+    """The checkpoint in ``folder``, with the new ``names`` of each parameter.
 
-    ``parameters`` holds the files of each parameter by name, ``others`` all other files by their paths in the
-    checkpoint, and ``names`` the new names by the old one. The ``moments`` of a parameter with L > 1 new names are:
+    The ``moments`` of a parameter with L > 1 new names are:
 
     - ``mean``: exp_avg / L and exp_avg_sq / L^2, since a shared gradient is the sum over its L uses.
     - ``copy``: unchanged, for gradients that were divided by L in training (``share_layers`` with ``scale="mean"``).
     - ``zero``: zeros.
     """
 
-    parameters: Mapping[str, Mapping[str, Path]]
-    others: Mapping[Path, Path]
+    folder: Path
     names: Mapping[str, Sequence[str]]
     moments: str
 
@@ -67,13 +61,8 @@ class Delink:
                 f"Convert a checkpoint first: python -m deepspeed.checkpoint.ds_to_universal --input_folder "
                 f"CHECKPOINT/TAG --output_folder {folder}"
             )
-        folders = [path for path in sorted(zero.iterdir()) if (path / "fp32.pt").is_file()]
-        return cls(
-            parameters={path.name: {file.name: file for file in sorted(path.iterdir())} for path in folders},
-            others={path.relative_to(folder): path for path in (*folder.iterdir(), *zero.iterdir()) if path.is_file()},
-            names=rename([path.name for path in folders], layers),
-            moments=moments,
-        )
+        parameters = [path.name for path in sorted(zero.iterdir()) if (path / "fp32.pt").is_file()]
+        return cls(folder=folder, names=rename(parameters, layers), moments=moments)
 
     def write(self, folder: Path, *, copies: bool = False) -> str:
         """Write the checkpoint, with hard links or ``copies``, and return the reason for copies, empty if none.
@@ -82,18 +71,19 @@ class Delink:
         exists, or if a file contains no tensor, and ``OSError`` if the file system fails.
         """
         with _new_checkpoint(folder) as unfinished:
-            (unfinished / "zero").mkdir()
-            reasons = [_place(source, [unfinished / path], copies) for path, source in self.others.items()]
-            for old, files in self.parameters.items():
-                new_folders = [unfinished / "zero" / new for new in self.names[old]]
-                for new_folder in new_folders:
-                    new_folder.mkdir()
-                for name, source in files.items():
-                    targets = [new_folder / name for new_folder in new_folders]
-                    if self.moments == "copy" or len(targets) == 1 or name not in _POWERS:
+            zero, new_zero = self.folder / "zero", unfinished / "zero"
+            new_zero.mkdir()
+            others = [path for path in (*self.folder.iterdir(), *zero.iterdir()) if path.is_file()]
+            reasons = [_place(path, [unfinished / path.relative_to(self.folder)], copies) for path in others]
+            for old, new_names in self.names.items():
+                for new in new_names:
+                    (new_zero / new).mkdir()
+                for source in sorted((zero / old).iterdir()):
+                    targets = [new_zero / new / source.name for new in new_names]
+                    if self.moments == "copy" or len(targets) == 1 or source.name not in _POWERS:
                         reasons.append(_place(source, targets, copies))
                         continue
-                    divisor = len(targets) ** _POWERS[name]
+                    divisor = len(targets) ** _POWERS[source.name]
                     rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
                     torch.save(_changed(source, rule), targets[0])
                     _sync(targets[0])
@@ -126,8 +116,6 @@ def _place(source: Path, targets: Sequence[Path], copies: bool) -> str:
             if not reason:
                 os.link(first.resolve(), target)
         except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
             reason = f"no hard link: {error.strerror}"
         if reason:
             shutil.copyfile(first, target)
