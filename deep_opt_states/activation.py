@@ -9,25 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from deep_opt_states import log
 from deep_opt_states.names import ACCELERATE_FIELDS, CONFIG_KEY, REPLACED_OPTIMIZER, ignored_blocks, is_our_block
 
-_is_active: bool | None = None
-"""Whether the hooks are registered; None before the first call of ``activate``."""
-
 _models: list[Any] = []
 """The models of the engines that are being constructed, the last one innermost."""
 
 
-def activate() -> None:
-    """Register the hooks, once per process. Never raise: that would break ``import torch`` for every program."""
-    global _is_active
-    if _is_active is not None:
-        return
-    _is_active = False
+@cache
+def activate() -> bool:
+    """Register the hooks, and return whether that succeeded. An error would break ``import torch`` everywhere."""
     try:
         from wrapt import register_post_import_hook
 
@@ -36,14 +30,11 @@ def activate() -> None:
         register_post_import_hook("deep_opt_states.waiting:watch_loader", "torch.utils.cpp_extension")
         register_post_import_hook("deep_opt_states.waiting:watch_rendezvous", "deepspeed.comm.comm")
         register_post_import_hook(_hook_accelerate, "accelerate.utils.deepspeed")
-        _is_active = True
     except Exception as error:  # noqa: BLE001 (no error here may break torch)
         # No warnings.warn: where warnings are errors, it would break `import torch`.
         log.warn(f"the plugin cannot be activated: {type(error).__name__}: {error}")
-
-
-def is_active() -> bool:
-    return bool(_is_active)
+        return False
+    return True
 
 
 def _hook_engine(module: Any) -> None:
