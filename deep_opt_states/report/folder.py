@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
+
+from pydantic import TypeAdapter
 
 from deep_opt_states.files import replace_file
 from deep_opt_states.report.line import COMPARED_UPDATES, WARM_UPDATES, ReportSink, UpdateReporter
@@ -20,14 +22,13 @@ from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo, Update
 from perf_model.json_input import shorten
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import PhaseSpan, Timeline
-from perf_model.schedule.placement import Placement
-from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.workload import Range, Unit, Workload
 
 INFO, STEPS, MEASURED, PREDICTED, PAGE = "run.json", "steps.jsonl", "timeline.json", "predicted.json", "report.html"
 
 RECENT_UPDATES = 25
 """The number of last updates of which the median one is drawn."""
+
+RUN_INFO = TypeAdapter(RunInfo)
 
 TracedUpdate = tuple[Timeline, Sequence[PhaseSpan]]
 """The actions of one update, and the phases of the model around them."""
@@ -77,7 +78,7 @@ class RunWriter(ReportSink):
         folder.mkdir(parents=True, exist_ok=True)
         for name in (MEASURED, PREDICTED, PAGE):
             (folder / name).unlink(missing_ok=True)
-        self._replace(INFO, self._describe().to_json_dict())
+        self._write_info({})
         # Line buffering keeps all updates of a process that is killed.
         self._open[folder] = (folder / STEPS).open("w", buffering=1)
         return self._open[folder]
@@ -91,16 +92,16 @@ class RunWriter(ReportSink):
         windows = typical.plan.read_windows() or Windows()
         measured = {
             "compared_updates": reporter.compared_updates,
-            "compared": [
-                {"what": row.name, "predicted_s": row.predicted_s, "measured_s": row.measured_s}
-                for row in reporter.comparison()
-            ],
+            "compared": list(map(asdict, reporter.comparison())),
             "forward_alone_s": windows.forward_s or None,
             "backward_alone_s": windows.backward_s or None,
             "stock_s": typical.plan.predict_stock(),
             "drawn_step": typical.counts.step,
         }
-        self._replace(INFO, self._describe().to_json_dict() | measured)
+        self._write_info(measured)
+
+    def _write_info(self, measured: Mapping[str, Any]) -> None:
+        self._replace(INFO, {"format": FORMAT, **RUN_INFO.dump_python(self._describe(), mode="json"), **measured})
 
     def _replace(self, name: str, content: object) -> None:
         replace_file(self._folder / name, json.dumps(content, indent=2 if name == INFO else None) + "\n")
@@ -158,14 +159,13 @@ class RecordedRun:
                 Timeline.from_chrome_trace(json.loads(path.read_text("utf-8"))) if path.exists() else None
                 for path in (folder / MEASURED, folder / PREDICTED)
             )
-            rows = info.get("compared", [])
             numbers = ("compared_updates", "forward_alone_s", "backward_alone_s", "stock_s", "drawn_step")
             return cls(
-                info=_info(info),
+                info=RUN_INFO.validate_python(info),
                 steps=[_with_cost(_numbers(json.loads(line)), info) for line in lines],
                 measured=measured,
                 predicted=predicted,
-                compared=[ComparisonRow(row["what"], row["predicted_s"], row["measured_s"]) for row in rows],
+                compared=[ComparisonRow(**row) for row in info.get("compared", [])],
                 **{name: info[name] for name in numbers if name in info},
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -192,18 +192,3 @@ def _with_cost(step: dict[str, float | None], info: Mapping[str, Any]) -> dict[s
     if backward_s is not None and (backward_alone_s := info.get("backward_alone_s")) is not None:
         slowed_s += max(0.0, backward_s - backward_alone_s)
     return {**step, "slowed_s": slowed_s, "cost_s": exposed_s + slowed_s}
-
-
-def _info(found: Mapping[str, Any]) -> RunInfo:
-    """Return the content of ``run.json`` that ``RunInfo.to_json_dict`` has made."""
-    plan, facts = found["plan"], {field.name: found[field.name] for field in fields(RunInfo)}
-    units = [
-        Unit(index, tuple(Range(*run) for run in ranges), label) for index, (ranges, label) in enumerate(plan["units"])
-    ]
-    read = UpdatePlan(
-        workload=Workload(tuple(units)),
-        placements=tuple(map(Placement, plan["placements"])),
-        num_slots=plan["num_slots"],
-        order=None if plan["order"] is None else tuple(plan["order"]),
-    )
-    return RunInfo(**{**facts, "plan": read})

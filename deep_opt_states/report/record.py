@@ -17,7 +17,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.units import seconds
 
-FORMAT = 4
+FORMAT = 5
 """The version of the files in a run's folder."""
 
 UPDATE = "update"
@@ -188,19 +188,6 @@ class RunInfo:
     software: Mapping[str, str]
     plan: UpdatePlan
     memory_bytes: Mapping[str, int]
-
-    def to_json_dict(self) -> dict[str, Any]:
-        """Return the content of ``run.json``."""
-        plan = {
-            "units": [
-                [[[run.sub_group, run.begin, run.numel] for run in unit.ranges], unit.label]
-                for unit in self.plan.workload.units
-            ],
-            "placements": [placement.value for placement in self.plan.placements],
-            "num_slots": self.plan.num_slots,
-            "order": self.plan.order,
-        }
-        return {"format": FORMAT, **vars(self), "plan": plan}
 
 
 def compare(predicted: PredictedUpdate, measured: Sequence[MeasuredUpdate]) -> list[ComparisonRow]:
