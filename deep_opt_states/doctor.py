@@ -1,13 +1,10 @@
-"""Can training with the plugin start on this machine, and how are the problems fixed if it cannot?
-
-Each package is imported by the check that needs it, so that a missing one is a finding.
-"""
+"""Can training start on this machine? Each check imports what it needs, so that a missing package is a finding."""
 
 from __future__ import annotations
 
 import importlib
 import shlex
-import subprocess
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -245,15 +242,9 @@ def _built_by_loader(name: str) -> Path:
 
 
 def _missing_tools(environ: Mapping[str, str]) -> list[str]:
-    def runs(command: Sequence[str]) -> bool:
-        try:
-            return subprocess.run([*command, "--version"], capture_output=True, timeout=5).returncode == 0
-        except (OSError, subprocess.SubprocessError):
-            return False
-
     # CXX may include arguments, as in ``ccache g++``.
     compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
-    return [" ".join(command) for command in (compiler, ["ninja"]) if not runs(command)]
+    return [shlex.join(command) for command in (compiler, ["ninja"]) if shutil.which(command[0]) is None]
 
 
 def check_extension(library: Path | None, missing: Sequence[str], *, ours: bool) -> Finding:

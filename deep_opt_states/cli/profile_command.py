@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from dataclasses import replace
@@ -86,19 +87,18 @@ def run(options: argparse.Namespace) -> int:
 
 def check_output(path: Path) -> None:
     """Raise ``ProfileError`` if no profile can be written to ``path``: check before the long measurement."""
-    rule = "--output: must be a file, to be written or replaced, in a folder that can be written"
-    remedy = "Give another path, or make the folder and let this user write in it."
     try:
-        if not path.parent.is_dir():
-            raise ProfileError(f"{rule}; found no folder {path.parent}.\n{remedy}")
         if path.exists() and not path.is_file():
-            raise ProfileError(f"{rule}; found {path}, which is not a regular file.\n{remedy}")
+            raise OSError(errno.EINVAL, "not a regular file")
         # Permissions do not show that a file system is full or read-only.
         trial = path.with_name(f".{path.name}.{os.getpid()}")
         replace_file(trial, "")
         trial.unlink()
     except OSError as error:
-        raise ProfileError(f"{rule}; found {path}: {error.strerror}.\n{remedy}") from error
+        raise ProfileError(
+            f"--output: must be a file, to be written or replaced, in a folder that can be written; found {path}: "
+            f"{error.strerror}.\nGive another path, or make the folder and let this user write in it."
+        ) from error
 
 
 def _accelerator(local_rank: int) -> AcceleratorChoice:

@@ -264,7 +264,7 @@ def test_an_existing_profile_is_kept_if_the_measurement_fails_and_rank_0_prints_
 
 
 @pytest.mark.parametrize(
-    ("path", "found"), [("none/profile.json", "found no folder"), ("folder", "not a regular file")]
+    ("path", "found"), [("none/profile.json", "No such file or directory"), ("folder", "not a regular file")]
 )
 def test_an_output_that_cannot_be_written_is_refused_before_measuring(
     path: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
