@@ -34,23 +34,22 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-"""Flags of Linux that Python's ``mmap`` lacks: replace what is mapped at the address, and let a slab be larger than the
-memory, because files take the place of a part of it."""
+"""Flags that Python's ``mmap`` lacks: replace a mapping, and let a slab be larger than memory, as files back a part."""
 
 
 class HostMapping(mmap.mmap):
     """Anonymous memory of this process that is unregistered before it is unmapped.
 
-    The slab and its tensors refer to the mapping, and the last reference unregisters it. A ``weakref.finalize`` would
-    be too late, because ``mmap.mmap`` unmaps before the callbacks of weak references run.
+    The last reference of the slab or a tensor does so. A ``weakref.finalize`` would run after ``mmap`` has unmapped.
     """
 
-    unregister_once: Callable[[], object] | None = None
+    def __init__(self, *_: object, **__: object) -> None:
+        self.registered: list[Callable[[], object]] = []
+        """A function per registered part that unregisters it."""
 
     def unregister(self) -> None:
-        unregister, self.unregister_once = self.unregister_once, None
-        if unregister is not None:
-            unregister()
+        while self.registered:
+            self.registered.pop()()
 
     def __del__(self) -> None:
         # During shutdown the driver may be gone.
@@ -120,14 +119,12 @@ class HostSlab:
         """Register the memory, and place untouched pages near this thread. Raise ``HostMemoryError`` if refused."""
         if self._register is None or self._memory is None:
             return
-        address, locked = self._address, list[Callable[[], object]]()
-        self._memory.unregister_once = lambda: [unregister() for unregister in locked]
         # Each part between files, because copies from and to the host must not leave a part.
         borders = [0, *chain.from_iterable(sorted(self._mapped)), self.size_bytes]
         try:
             for begin, end in zip(borders[::2], borders[1::2], strict=True):
                 if begin < end:
-                    locked.append(self._register(address + begin, end - begin))
+                    self._memory.registered.append(self._register(self._address + begin, end - begin))
         except RuntimeError as error:
             raise HostMemoryError(
                 f"A rank's host memory must be page-locked, so that transfers overlap; found "

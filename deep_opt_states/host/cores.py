@@ -1,8 +1,7 @@
 """Choose the cores for a rank's CPU updates, and keep all other threads of the process off them.
 
 Memory bandwidth limits an update, so each rank gets one thread per physical core, near its GPU where possible: first
-touch places memory on the NUMA node of the touching thread. The shares are disjoint and about equal, because all ranks
-wait for the slowest one. ``OMP_NUM_THREADS``, which torchrun sets to 1, has no effect.
+touch places memory. The shares are disjoint and about equal, because all ranks wait for the slowest one.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ CORES_PER_LAUNCH_CORE = 8
 """An estimate, not measured: on large shares, fewer than all cores use the full bandwidth of host memory."""
 
 CORES_FOR_A_SECOND_LAUNCH_CORE = 4
-"""The smallest number of cores of which two are launch cores.
-
-Autograd's thread keeps the first one busy. There, NCCL's threads and the thread that pins batches would delay launches,
-so that the GPU idles. With 4 cores, the second one slows CPU updates down by at most a third; with fewer, by half.
-"""
+"""The smallest number of cores of which two are launch cores: one for autograd's thread, and one for NCCL's threads and
+the one that pins batches, which would delay launches. Of fewer cores, the second one would slow CPU updates by half."""
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
@@ -66,11 +62,6 @@ class CoreShare:
     launch_cores: tuple[int, ...] = ()
     reason: str
 
-    def __post_init__(self) -> None:
-        assert self.threads >= 1
-        assert len(self.cores) in (0, self.threads)
-        assert bool(self.cores) == bool(self.launch_cores)
-
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
         if not self.cores:
@@ -95,10 +86,7 @@ def choose_cores(
     bind: bool = True,
     cpu_threads: int | None = None,
 ) -> CoreShare:
-    """Return the share of one rank. The shares of all ``ranks`` of a node, in the order of local ranks, are disjoint.
-
-    Raise ``ConfigError`` if ``cpu_threads`` exceeds the number of CPUs that the rank may use.
-    """
+    """Return the share of one of ``ranks`` of a node. Raise ``ConfigError`` for more ``cpu_threads`` than its CPUs."""
     place = ranks[local_rank]
     most = min(len(place.cpus), place.quota or len(place.cpus))
     if cpu_threads is not None and cpu_threads > most:
@@ -221,7 +209,7 @@ class _Process:
                         os.sched_setaffinity(thread, now)
                         self.moved[thread] = before, now
             seen |= unseen
-        # A thread that has ended must not stand for one that later binds itself to the CPUs of an earlier binding.
+        # The id of a thread that has ended may become another's, which has bound itself.
         self.moved = {thread: cpus for thread, cpus in self.moved.items() if thread in alive}
         # More intra-op threads of PyTorch than CPUs would wait for each other.
         threads = self.torch_threads_before = self.torch_threads_before or torch.get_num_threads()
@@ -240,10 +228,9 @@ _process = _Process()
 class LaunchBinding:
     """A restriction of all threads of this process to the logical CPUs ``cpus``, until ``release()``.
 
-    A thread that was already bound stays on those of its CPUs that are in ``cpus``. Later threads inherit the affinity.
-    A forked child gets back the CPUs of its parent, because children that load data would slow down the launching
-    threads. Another program (``subprocess``, ``spawn``) inherits the new affinity. If threads cannot be moved, the
-    constructor restores everything and raises ``AffinityError``.
+    A thread that was already bound stays on its CPUs in ``cpus``. Later threads and other programs inherit the
+    affinity. A forked child, which may load data and slow down launches, gets its parent's CPUs. If threads cannot be
+    moved, the constructor restores everything and raises ``AffinityError``.
     """
 
     def __init__(self, cpus: Collection[int]) -> None:

@@ -161,7 +161,7 @@ def cgroup_folders(
             continue
         top = root / controller if controllers else root
         folder = top / path.lstrip("/")
-        # Inside a container, the path may be that of the host, of which only the top folder is mounted.
+        # Inside a container, the path may be the host's, of which only the top folder is mounted.
         yield from (level for level in (folder, *folder.parents) if level.is_relative_to(top))
 
 
