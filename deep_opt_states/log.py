@@ -1,7 +1,7 @@
 """The plugin's log, a logger of its own: information and warnings on rank 0, a rank's own on that rank.
 
-A handler that the script has given to the logger ``deep_opt_states`` before the first line takes the place of ours, and
-its level is kept. The lines of our handler do not reach those of the root logger, which would show them twice.
+A handler that the script has given to this logger before the first line replaces ours, and its level is kept. Our
+lines do not reach the handlers of the root logger, which would show them twice.
 """
 
 from __future__ import annotations

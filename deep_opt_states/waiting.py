@@ -36,10 +36,7 @@ CALLED_BY_STEPS = ("waiting.py", "agreement.py", "ranks.py")
 
 @contextmanager
 def waiting(step: str | Callable[[], str], explain: Callable[[], str | None] = lambda: "") -> Iterator[None]:
-    """Log on this rank if the body takes long, as a warning if ``explain`` has a text, and not if it returns None.
-
-    ``step`` names the wait, or is a function that names it and how far it is.
-    """
+    """Log ``step`` if the body takes long, as a warning if ``explain`` returns a text, and not if it returns None."""
     ended = threading.Event()
     threading.Thread(target=_watch, args=(step, explain, ended.wait), name=THREAD, daemon=True).start()
     try:

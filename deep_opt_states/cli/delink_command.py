@@ -1,4 +1,4 @@
-"""Make the universal checkpoint of a model from that of one whose layers share parameters, and print the names."""
+"""Give the layers in a universal checkpoint parameters of their own, and print the names."""
 
 from __future__ import annotations
 

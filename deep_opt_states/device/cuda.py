@@ -51,11 +51,9 @@ class CudaStream:
 class CudaDevice:
     """The GPU with the given ``index`` in this process.
 
-    A copy engine executes one copy at a time, so a copy of whole states would delay small copies of the training script
-    by tens of milliseconds. Stream priorities have no effect on copies (``cudaStreamCreateWithPriority``). Therefore
-    large copies are divided into chunks of at most ``chunk_bytes``. The empty kernel after each chunk lets copies of
-    other streams overtake. NVIDIA does not document this, but it was measured (meta-pytorch/torchrec#4315,
-    benchmarks/reports/2026-11-29.md).
+    A copy engine executes one copy at a time, whatever the priorities of streams, so a copy of whole states would delay
+    small copies of the training script by tens of milliseconds. The empty kernel after each chunk of ``chunk_bytes``
+    lets copies of other streams overtake, which NVIDIA does not document (measured: meta-pytorch/torchrec#4315).
     """
 
     shares_host_memory = False
@@ -160,7 +158,7 @@ def failed_allocations() -> int:
 
 
 def _peak_and_freed_bytes(stats: dict[str, int]) -> tuple[int, int]:
-    """Return the most bytes that PyTorch's allocator has held, and the bytes that it has given back."""
+    """Return the most bytes that PyTorch's allocator has held, and the bytes that it has released."""
     return stats.get("reserved_bytes.all.peak", 0), stats.get("reserved_bytes.all.freed", 0)
 
 
@@ -212,7 +210,7 @@ class AllocatorWatch:
         return free, retries - self._retries_of_plans
 
     def bytes_in_use(self) -> int:
-        """Return the bytes that tensors use now, with those of the first plan: only the growth matters."""
+        """Return the bytes that tensors use now, including the first plan: only the growth matters."""
         return torch.cuda.memory_allocated() - self._taken_bytes
 
     def has_failed(self) -> bool:

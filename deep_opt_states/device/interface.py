@@ -1,7 +1,6 @@
 """Define the device interface that the executor is written against: streams, events, memory and copies.
 
-The semantics are CUDA's: work on a stream runs in the order of issue, possibly after the call has returned. A wait for
-an event that was never recorded ends immediately.
+As on CUDA, a stream runs work in the order of issue, and a wait for an event that was not recorded ends immediately.
 """
 
 from __future__ import annotations

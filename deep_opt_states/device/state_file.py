@@ -1,8 +1,7 @@
-"""Keep optimizer states in a file on a disk, which direct I/O reads and writes, and which is mapped into memory.
+"""Keep optimizer states in a file on a disk, which updates read and write by direct I/O, whole pages at a time.
 
-The file has no name, so that nothing is left of it when the process ends, however it ends. ``pread`` and ``pwrite`` of
-whole pages go to the disk directly (``O_DIRECT``). Other readers and writers of the states, such as checkpoints, use
-the mapping. Linux keeps the two coherent on local file systems if they do not overlap in time; it is tried at start.
+Other readers and writers, such as checkpoints, use a mapping of the file. Linux keeps the two coherent on local file
+systems if they do not overlap in time; it is tried at start. The file has no name, so that nothing is left of it.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def check_free_space(folders: Sequence[Path], needed_bytes: int, ranks: int) -> 
 def _create(folder: Path) -> int:
     """Return the descriptor of a new file without a name."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(prefix="deep_opt_states-", dir=folder) as file:
             return os.dup(file.fileno())
     except OSError as error:
         remedy = "Create it, or name" if error.errno == errno.ENOENT else "Name"

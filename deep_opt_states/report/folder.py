@@ -1,8 +1,4 @@
-"""Write the folder of a run while it trains, and read it.
-
-``run.json`` describes the run and compares prediction and measurement, and ``steps.jsonl`` has a line per update. The
-traces are of a median update, ``timeline.json``, and of its prediction, ``predicted.json``.
-"""
+"""Write the folder of a run while it trains, and read it. The traces are of a median update, and of its prediction."""
 
 from __future__ import annotations
 
@@ -117,11 +113,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run as its folder describes it. Predictions and measurements may be missing.
-
-    ``forward_alone_s`` and ``backward_alone_s`` are phases without an update alongside, ``stock_s`` is the predicted
-    update of stock, and ``drawn_step`` the step of ``measured``.
-    """
+    """A run as far as its folder describes it: phases without an update are ``alone``, and ``stock_s`` is predicted."""
 
     info: RunInfo
     steps: Sequence[Mapping[str, float | None]]
@@ -133,6 +125,7 @@ class RecordedRun:
     backward_alone_s: float | None = None
     stock_s: float | None = None
     drawn_step: int | None = None
+    """The step of ``measured``."""
 
     @property
     def typical_steps(self) -> Sequence[Mapping[str, float | None]]:

@@ -1,4 +1,4 @@
-"""Make the universal checkpoint of a model whose layers have parameters of their own from that of shared layers.
+"""Make a universal checkpoint of a model whose layers share parameters into one with parameters for each layer.
 
 Its folder ``zero/`` contains ``optimizer_state.pt``, and a folder per parameter with ``fp32.pt``, ``exp_avg.pt`` and
 ``exp_avg_sq.pt`` (deepspeed/checkpoint/ds_to_universal.py).
@@ -67,8 +67,7 @@ class Delink:
     def write(self, folder: Path, *, copies: bool = False) -> str:
         """Write the checkpoint, with hard links or ``copies``, and return the reason for copies, empty if none.
 
-        It is complete or absent. Memory holds one moment of one parameter, twice. Raise ``DelinkError`` if ``folder``
-        exists, or if a file contains no tensor, and ``OSError`` if the file system fails.
+        It is complete or absent. Raise ``OSError``, or ``DelinkError`` if ``folder`` exists or a file lacks a tensor.
         """
         with _new_checkpoint(folder) as unfinished:
             zero, new_zero = self.folder / "zero", unfinished / "zero"
@@ -208,10 +207,7 @@ def _number(name: str) -> int:
 
 
 def rename(names: Sequence[str], layers: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the new names of each of ``names``: one for each new layer, or its old name outside of ``layers``.
-
-    Raise ``DelinkError`` if a layer contains no parameter, if two get one name, or if a name cannot be a folder's.
-    """
+    """Return the new names of each of ``names``: one for each new layer, or its old name outside of ``layers``."""
     renamed = {name: [name] for name in names}
     for layer, new_layers in layers.items():
         inside = [name for name in names if f"{name}.".startswith(f"{layer}.")]

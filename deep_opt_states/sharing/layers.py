@@ -1,7 +1,4 @@
-"""Let layers of a model share their parameters: the pseudo stage of Pseudo-to-Real training.
-
-The strategy is that of M6-10T (arXiv 2110.03888). ``scale="mean"`` is Algorithm 1 of SWE (arXiv 2110.03848).
-"""
+"""Let layers share their parameters: the pseudo stage of Pseudo-to-Real training, as in M6-10T (arXiv 2110.03888)."""
 
 from __future__ import annotations
 
@@ -37,12 +34,11 @@ def share_layers(model: nn.Module, path: str, *, every: int = 1, scale: Scale = 
     ``path`` names an ``nn.ModuleList`` or ``nn.Sequential``, such as ``"model.layers"``. Call this before
     ``deepspeed.initialize``, and before an optimizer is made. ``save_pretrained`` of Hugging Face still works.
 
-    Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses
-    in a tensor hook, so that clipping and moments have the size of one layer's. Parameters that replace others later,
-    as AutoTP does under ``zero.Init``, get the hook in their first forward, unless that is compiled.
+    Autograd adds up the gradients of all uses of a parameter. ``scale="mean"`` divides this sum by the number of uses,
+    so that clipping and moments have the size of one layer's (Algorithm 1 of arXiv 2110.03848). Parameters that replace
+    others later, as AutoTP does under ``zero.Init``, get this hook in their first forward, unless that is compiled.
 
-    Raise ``SharingError``, with the model unchanged, if the layers differ in more than the values of their parameters,
-    or if a setting of a config in the model excludes sharing.
+    Raise ``SharingError``, with the model unchanged, if layers differ in more than values, or if a config excludes it.
     """
     layers = _find_layers(model, path)
     _check_arguments(layers, path, every, scale)

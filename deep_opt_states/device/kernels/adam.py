@@ -121,24 +121,21 @@ class UpdatedStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RangeUpdate:
-    """The update of one range of one sub-group. It equals itself alone, so that kernels can cache by it.
-
-    The new states are written to ``updated``, or in place if that is None. Only the C++ kernel can do the former.
-    """
+    """The update of one range of one sub-group. It equals itself alone, so that kernels can cache by it."""
 
     sub_group: int
     tensors: AdamTensors
     element_range: ElementRange
     updated: UpdatedStates | None = None
+    """Memory for the new states; None updates in place, as all kernels but the C++ kernel do."""
 
 
 class AdamKernel(ABC):
     """An Adam update whose results are bit-identical on every device, except for the bits of a NaN.
 
-    All kernels have NaN in the same places, but IEEE 754 does not define its bits. In the states, a GPU writes
-    0x7fffffff, and the C++ kernel on x86 writes the bits of stock. Rounded to bf16, a NaN is 0x7fc0 on both, while
-    PyTorch's CPU vectors write 0xffff. A step whose norm is NaN is skipped, as in stock, so only earlier NaNs are
-    updated.
+    All kernels have NaN in the same places, but IEEE 754 does not define its bits. In states, a GPU writes 0x7fffffff,
+    and the C++ kernel on x86 is bit-identical to stock. Rounded to bf16, a NaN is 0x7fc0 on both, while PyTorch's CPU
+    vectors write 0xffff. A step whose norm is NaN is skipped, as with stock, so only earlier NaNs are updated.
     """
 
     @abstractmethod
@@ -164,7 +161,7 @@ class AdamKernel(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Forget all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
+        """Discard all earlier steps, as in a new process: the next step computes beta^t by ``pow``."""
 
     def zero(self, tensors: AdamTensors) -> None:
         """Zero all tensors. The C++ kernel does so on all its threads, whose first touch places the pages."""

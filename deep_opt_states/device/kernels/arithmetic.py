@@ -23,10 +23,9 @@ class Tail(IntEnum):
 class Arithmetic:
     """The arithmetic of an op: the elements per vector, the tail after the last whole vector, and the powers of beta.
 
-    ``vector_width`` is 16 with AVX-512, 8 with AVX2, 4 with NEON, and 1 if every element is in the tail. With SVE,
-    every element is in a ``MOMENT_FUSED`` tail (``includes/sve.h``). NEON and SVE are untested. ``pow_when_repeated``
-    is true before DeepSpeed 0.19: a second call with the same step, as for other sub-groups, computes beta^t by
-    ``pow``.
+    ``vector_width`` is 16 with AVX-512, 8 with AVX2, 4 with NEON, and 1 if every element is in the tail, as with SVE,
+    where that is ``MOMENT_FUSED`` (``includes/sve.h``). NEON and SVE are untested. ``pow_when_repeated`` is true before
+    DeepSpeed 0.19: a second call with the same step, as for other sub-groups, computes beta^t by ``pow``.
     """
 
     vector_width: int

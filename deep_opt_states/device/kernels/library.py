@@ -19,15 +19,9 @@ SOURCES = ("update.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp", "avx512_bf16.cpp
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
-def _digest() -> str:
-    """Return a digest of sources and flags, so that releases with a common cache keep libraries of their own."""
-    digest = hashlib.sha256(repr(FLAGS).encode())
-    for path in sorted(FOLDER.iterdir()):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-NAME = f"deep_opt_states_adam_{_digest()}"
+# Releases with a common cache keep libraries of their own.
+_CONTENT = repr(FLAGS).encode() + b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()))
+NAME = f"deep_opt_states_adam_{hashlib.sha256(_CONTENT).hexdigest()[:12]}"
 
 
 class KernelUnavailable(RuntimeError):

@@ -22,8 +22,7 @@ from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensor
 class StockAdam(AdamKernel):
     """DeepSpeed's op in three passes over host memory, of which one holds the GIL, with one op object per sub-group.
 
-    ``betas`` must be those of stock's object. Raise DeepSpeed's error if it cannot build its op, and ``RuntimeError``
-    for tensors whose lengths differ.
+    ``betas`` must equal stock's. Raise DeepSpeed's error if it cannot build its op, or for tensors of other lengths.
     """
 
     def __init__(self, num_sub_groups: int, betas: tuple[float, float], *, adamw: bool) -> None:

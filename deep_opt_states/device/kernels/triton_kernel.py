@@ -48,7 +48,7 @@ def update(
     TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block of BLOCK elements per program. The parameters are those of ``csrc/update.h``.
+    """Update one block of BLOCK elements per program. The parameters are as in ``csrc/update.h``.
 
     ``param`` may be None, and ``cut`` negative. The first ``skip`` of ``numel`` elements are unchanged.
     """
