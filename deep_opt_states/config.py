@@ -291,19 +291,14 @@ def _message(key: str, rule: str, found: object, remedy: str) -> str:
     return f"{CONFIG_KEY}.{printable(key, MAX_KEYS)}: {rule}, found {shown}.\n{remedy}"
 
 
-def _invalid(key: str, found: object) -> str:
-    schema = Config.model_json_schema()["properties"][key]
-    first_sentence, *_ = " ".join(schema["description"].split()).split(". ")
+def _invalid(key: str, rule: str, found: object) -> str:
+    first_sentence, *_ = " ".join(str(Config.model_fields[key].description).split()).split(". ")
     remedy = f"Leave it out for the default, or correct it: {first_sentence.replace('`', '').rstrip('.')}."
-    schema = schema.get("anyOf", [schema])[0]
     if key == "placement":
         rule = 'must be "planned", "cpu", "streamed", "stride" or a list of rules by name'
         remedy = f"{did_you_mean(found, _CHOICES)} {remedy}".strip()
-    else:
-        kinds = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "a path"}
-        kinds["array"] = "a list of paths"
-        rule = 'must be "planned", true or false' if key == "eager" else f"must be {kinds[schema['type']]}"
-        rule += f" of at least {schema['minimum']:g}" if "minimum" in schema else ""
+    elif key == "eager":
+        rule = 'must be "planned", true or false'
     return _message(key, rule, found, remedy)
 
 
@@ -326,7 +321,7 @@ def _messages(error: ValidationError) -> list[str]:
             remedy = f'Did you mean "{close[0]}"?' if close else f"Known keys: {', '.join(Config.model_fields)}."
             by_key[key] = _message(key, "is not a known key", found, remedy)
         else:
-            by_key[key] = _invalid(key, found)
+            by_key[key] = _invalid(key, item["msg"].replace("Input should", "must"), found)
     messages = list(by_key.values())
     if len(messages) > MAX_MESSAGES:
         left_out = len(messages) - MAX_MESSAGES

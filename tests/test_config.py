@@ -135,7 +135,12 @@ RESIDENTS = '[{"match": "*", "states": "resident"}]'
             "Give a list of objects. For ",
         ),
         ({"placement": "stride"}, "update_stride", "", ""),
-        ({"placement": "stride", "update_stride": 1}, "update_stride", "at least 2, found 1", "it: The stride k of "),
+        (
+            {"placement": "stride", "update_stride": 1},
+            "update_stride",
+            "or equal to 2, found 1",
+            "it: The stride k of ",
+        ),
         ({"placement": "cpu", "update_stride": 2}, "update_stride", "2", ""),
         ({"placement": BY_NAME, "num_slots": 4}, "num_slots", "4", ""),
         ({"placement": [{"match": "*", "states": "planned"}], "num_slots": 4}, "num_slots", "4", ""),
