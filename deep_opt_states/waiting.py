@@ -129,15 +129,8 @@ def waiting_for_ranks() -> AbstractContextManager[None]:
     number = next(_collectives)
     # The collective itself reports a store that is gone.
     with suppress(RuntimeError):
-        _store().set(_key(number, dist.get_rank()), "here")
+        dist.distributed_c10d._get_default_store().set(_key(number, dist.get_rank()), "here")
     return waiting("waiting for other ranks", partial(_missing_ranks, number, threading.get_ident()))
-
-
-def _store() -> Any:
-    # A PyTorch without collectives has no such module, and still loads extensions.
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
 
 
 def _key(number: int, rank: int) -> str:
@@ -146,7 +139,8 @@ def _key(number: int, rank: int) -> str:
 
 def _missing_ranks(number: int, thread: int) -> str | None:
     # A clone, because the waiting thread may hold the lock of its store in the first collective of NCCL.
-    missing = _without_key(_store().clone(), number, dist.get_rank(), dist.get_world_size())
+    store: Any = dist.distributed_c10d._get_default_store()
+    missing = _without_key(store.clone(), number, dist.get_rank(), dist.get_world_size())
     if missing is None:
         return None
     stack = traceback.extract_stack(sys._current_frames()[thread])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import mmap
 import platform
 import re
 import resource
@@ -32,11 +32,8 @@ def memory() -> HostMemory:
 
 def process_bytes() -> int | None:
     """Return the bytes of host memory that this process uses now; None where Linux does not show them."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    pages = _text(Path("/proc/self/statm")).split()
+    return int(pages[1]) * mmap.PAGESIZE if pages else None
 
 
 @dataclass(frozen=True, kw_only=True)

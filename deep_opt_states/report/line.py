@@ -58,7 +58,7 @@ class UpdateReporter:
         self._sinks = list(sinks)
         self._read_counts = read_counts
         self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
-        self._updates = 0
+        self.updates = 0
         self.change_plan(plan)
         # A forked child's exit callbacks must not write its parent's report.
         self._open_in_process: int | None = os.getpid()
@@ -73,9 +73,9 @@ class UpdateReporter:
 
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """Report one update with the ``phases`` around it. ``timeline`` is called only if a number needs it."""
-        self._updates += 1
+        self.updates += 1
         record = UpdateRecord(self._read_counts(), phases, self._plan, timeline)
-        if self._predict is not None and self._updates > WARM_UPDATES:
+        if self._predict is not None and self.updates > WARM_UPDATES:
             self._measured.append(record.measured)
         self._call_sinks(lambda sink: sink.updated(record, self))
 
@@ -97,7 +97,7 @@ class UpdateReporter:
         """Yield the summary of the updates in at most eight lines: two of seconds, forward, the plan and its memory."""
         rows = self.comparison()
         compared = f", median of the last {len(self._measured)} against the prediction:" if rows else ":"
-        yield f"{counted(self._updates, 'update')}{compared}"
+        yield f"{counted(self.updates, 'update')}{compared}"
         of_model = [row for row in rows if row.name in (UPDATE, EXPOSED)]
         for of_line in (of_model, [row for row in rows if row not in of_model]):
             if of_line:
@@ -117,7 +117,7 @@ class UpdateReporter:
             return
         self._open_in_process = None
         atexit.unregister(self.close)
-        if self._updates:
+        if self.updates:
             log.info("\n  ".join(self._summary()))
         self._call_sinks(lambda sink: sink.close(self))
 
@@ -198,11 +198,10 @@ class SlowCpu(ReportSink):
     name = "the check of CPU updates"
 
     def __init__(self) -> None:
-        self._updates, self._was_logged = 0, False
+        self._was_logged = False
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
-        self._updates += 1
-        if self._was_logged or self._updates % EVERY_UPDATES or reporter.compared_updates < EVERY_UPDATES // 2:
+        if self._was_logged or reporter.updates % EVERY_UPDATES or reporter.compared_updates < EVERY_UPDATES // 2:
             return
         for row in reporter.comparison():
             if row.name == ActionKind.CPU_STEP.value and row.measured_s > SLOW * row.predicted_s:

@@ -195,10 +195,8 @@ def compare(predicted: PredictedUpdate, measured: Sequence[MeasuredUpdate]) -> l
     rows = [ComparisonRow(UPDATE, predicted.timeline.end_s, median(update.update_s for update in measured))]
     if median(update.forward_s for update in measured) > 0:
         rows.append(ComparisonRow(EXPOSED, predicted.exposed_s, median(update.exposed_s for update in measured)))
-    by_kind = predicted.timeline.seconds_by_kind()
-    # A kind without predicted seconds has no error.
-    predicted_kinds = [kind for kind in ActionKind if by_kind.get(kind, 0.0) > 0]
-    return rows + [
-        ComparisonRow(kind.value, by_kind[kind], median(update.by_kind[kind] for update in measured))
-        for kind in predicted_kinds
-    ]
+    for kind, predicted_s in predicted.timeline.seconds_by_kind().items():
+        # A kind without predicted seconds has no error.
+        if predicted_s > 0:
+            rows.append(ComparisonRow(kind.value, predicted_s, median(update.by_kind[kind] for update in measured)))
+    return rows
