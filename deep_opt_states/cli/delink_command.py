@@ -19,7 +19,8 @@ def run(options: argparse.Namespace) -> int:
             delink = Delink.read(options.pseudo, layers, options.moments)
             model = None if options.model is None else read_hf_config(options.model)
             in_model = None if model is None else {name for name, _ in model.parameters()}
-            copied_because = "" if options.dry_run else delink.write(options.real.absolute(), copies=options.copy)
+            if not options.dry_run:
+                delink.write(options.real.absolute(), copies=options.copy)
     except (DelinkError, ModelError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -29,8 +30,6 @@ def run(options: argparse.Namespace) -> int:
     if in_model is not None:
         lines.append(f"Missing in the checkpoint: {', '.join(sorted(in_model - names)) or 'none'}")
         lines.append(f"Not in the model: {', '.join(sorted(names - in_model)) or 'none'}")
-    if copied_because:
-        lines.append(f"Files were copied: {copied_because}")
     lines.append("Nothing was written (--dry-run)." if options.dry_run else f"Written: {options.real}")
     print(*lines, sep="\n")
     return 0

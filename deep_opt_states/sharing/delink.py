@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,31 +64,30 @@ class Delink:
         parameters = [path.name for path in sorted(zero.iterdir()) if (path / "fp32.pt").is_file()]
         return cls(folder=folder, names=rename(parameters, layers), moments=moments)
 
-    def write(self, folder: Path, *, copies: bool = False) -> str:
-        """Write the checkpoint, with hard links or ``copies``, and return the reason for copies, empty if none.
+    def write(self, folder: Path, *, copies: bool = False) -> None:
+        """Write the checkpoint, with hard links or ``copies``.
 
         It is complete or absent. Raise ``OSError``, or ``DelinkError`` if ``folder`` exists or a file lacks a tensor.
         """
         with _new_checkpoint(folder) as unfinished:
             zero, new_zero = self.folder / "zero", unfinished / "zero"
             new_zero.mkdir()
-            others = [path for path in (*self.folder.iterdir(), *zero.iterdir()) if path.is_file()]
-            reasons = [_place(path, [unfinished / path.relative_to(self.folder)], copies) for path in others]
+            for path in filter(Path.is_file, (*self.folder.iterdir(), *zero.iterdir())):
+                _place(path, [unfinished / path.relative_to(self.folder)], copies)
             for old, new_names in self.names.items():
                 for new in new_names:
                     (new_zero / new).mkdir()
                 for source in sorted((zero / old).iterdir()):
                     targets = [new_zero / new / source.name for new in new_names]
                     if self.moments == "copy" or len(targets) == 1 or source.name not in _POWERS:
-                        reasons.append(_place(source, targets, copies))
-                        continue
-                    divisor = len(targets) ** _POWERS[source.name]
-                    rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
-                    torch.save(_changed(source, rule), targets[0])
-                    _sync(targets[0])
-                    # Links to the new file are safe, because it belongs to this checkpoint alone.
-                    reasons.append(_place(targets[0], targets[1:], copies=False))
-        return next(filter(None, reasons), "")
+                        _place(source, targets, copies)
+                    else:
+                        divisor = len(targets) ** _POWERS[source.name]
+                        rule = torch.zeros_like if self.moments == "zero" else partial(torch.div, other=divisor)
+                        torch.save(_changed(source, rule), targets[0])
+                        _sync(targets[0])
+                        # Links to the new file are safe, because it belongs to this checkpoint alone.
+                        _place(targets[0], targets[1:], copies=False)
 
 
 def _changed(path: Path, rule: Callable[[Tensor], Tensor]) -> Any:
@@ -105,22 +104,18 @@ def _changed(path: Path, rule: Callable[[Tensor], Tensor]) -> Any:
         ) from None
 
 
-def _place(source: Path, targets: Sequence[Path], copies: bool) -> str:
-    """Make ``targets`` files with the content of ``source``, and return why it was copied; empty if all are links."""
-    copied_because, first = "", source
+def _place(source: Path, targets: Sequence[Path], copies: bool) -> None:
+    """Make ``targets`` hard links to ``source``, or to a copy of it with ``copies``, or if links are not possible."""
+    first = source
     for target in targets:
-        # The other targets are links to this copy, so that later changes of ``source`` do not reach them.
-        reason = "--copy" if copies and first is source else ""
-        try:
-            if not reason:
+        # Later changes of ``source`` must not reach the other links to a copy.
+        with suppress(OSError):
+            if not copies or first is not source:
                 os.link(first.resolve(), target)
-        except OSError as error:
-            reason = f"no hard link: {error.strerror}"
-        if reason:
+        if not target.exists():
             shutil.copyfile(first, target)
             _sync(target)
-        copied_because, first = copied_because or reason, targets[0]
-    return copied_because
+        first = targets[0]
 
 
 def _sync(path: Path) -> None:

@@ -94,14 +94,11 @@ def test_weights_are_links_and_moments_follow_the_rule(moments: str, pseudo: Pat
     assert sorted(path.name for path in real.parent.iterdir()) == ["latest_universal", "pseudo", "real"]
 
 
-def test_copies_on_request_or_without_links_are_independent_of_the_shared_checkpoint(
-    pseudo: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_on_request_or_without_links_are_independent_of_the_shared_checkpoint(pseudo: Path) -> None:
     real = delink(pseudo, *LAYERS, "--moments", "mean", "--copy")
     before = digests(real)
     with mock.patch.object(os, "link", side_effect=OSError(errno.EXDEV, "Invalid cross-device link")):
         copied = delink(pseudo, *LAYERS, "--moments", "mean", real="copied")
-    assert "Files were copied: no hard link: Invalid cross-device link" in capsys.readouterr().out
     linked = delink(pseudo, *LAYERS, "--moments", "mean", real="linked")
     assert digests(linked) == digests(copied) == before
     for path in pseudo.rglob("*.pt"):
