@@ -1,1 +1,1 @@
-"""Which commands does ``deep-opt-states`` have? ``main.py`` has the parsers, and each command is a module."""
+"""Which commands does ``deep-opt-states`` have? ``main.py`` contains the parsers, and each command is a module."""

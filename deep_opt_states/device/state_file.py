@@ -14,8 +14,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -54,25 +54,19 @@ class StateFile:
         self.close = weakref.finalize(self, os.close, self.fd)
         # At exit a write may be in flight, and another file could get the same descriptor.
         self.close.atexit = False
-        try:
+        with self._reported(f"a file of {_gb(size_bytes)} was refused"):
             os.ftruncate(self.fd, size_bytes)
-        except OSError as error:
-            raise self._error(f"a file of {_gb(size_bytes)} was refused", error) from error
 
     def reserve(self, offset_bytes: int, size_bytes: int) -> None:
         """Take the space of a part, which is zero. Raise ``DiskError`` if the disk is full."""
-        try:
+        with self._reported(f"{_gb(size_bytes)} refused"):
             os.posix_fallocate(self.fd, offset_bytes, size_bytes)
-        except OSError as error:
-            raise self._error(f"{_gb(size_bytes)} refused", error) from error
 
     def check_coherence(self, offset_bytes: int) -> None:
         """Use buffered I/O if direct I/O and a mapping differ in the page at ``offset_bytes``, which becomes zero."""
         page, agrees = mmap.mmap(-1, mmap.PAGESIZE), False
-        try:
+        with self._reported("a mapping of it was refused"):
             mapping = mmap.mmap(self.fd, mmap.PAGESIZE, offset=offset_bytes)
-        except OSError as error:
-            raise self._error("a mapping of it was refused", error) from error
         with mapping as mapped:
             mapped[:] = TRIAL
             # A disk with larger blocks refuses a page.
@@ -88,7 +82,7 @@ class StateFile:
 
     def _set_direct(self, is_direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
         self.is_direct = is_direct
 
     def caches_reads(self) -> bool:
@@ -119,28 +113,30 @@ class StateFile:
 
     def _transfer(self, transfer: object, fd: int, verb: str, memory: memoryview, offset_bytes: int) -> None:
         done = 0
-        while done < len(memory):
-            where = f"{len(memory):,} bytes at offset {offset_bytes:,} could not be {verb}"
-            try:
+        with self._reported(f"{len(memory):,} bytes at offset {offset_bytes:,} could not be {verb}"):
+            while done < len(memory):
                 moved = transfer(fd, [memory[done:]], offset_bytes + done)  # type: ignore[operator]
-            except OSError as error:
-                raise self._error(where, error) from error
-            # Direct I/O starts at a page again.
-            pages = moved if done + moved == len(memory) else moved // mmap.PAGESIZE * mmap.PAGESIZE
-            if pages == 0:
-                raise self._error(where, OSError(errno.EIO, "not one page was transferred"))
-            done += pages
+                # Direct I/O starts at a page again.
+                pages = moved if done + moved == len(memory) else moved // mmap.PAGESIZE * mmap.PAGESIZE
+                if pages == 0:
+                    raise OSError(errno.EIO, "not one page was transferred")
+                done += pages
 
-    def _error(self, found: str, error: OSError) -> DiskError:
-        free = ", which is gone"
-        with suppress(OSError):
-            free = f", {_gb(shutil.disk_usage(self.folder).free)} free"
-        return DiskError(
-            f"The optimizer states must be readable and writable in {self.folder}{free}; found that {found}: "
-            f"{os.strerror(error.errno or errno.EIO)}.\n"
-            f"Look for errors of this disk in dmesg, free space on it, or set another folder, and resume from the "
-            f"last checkpoint."
-        )
+    @contextmanager
+    def _reported(self, found: str) -> Iterator[None]:
+        """Raise ``DiskError`` that states ``found`` for an ``OSError`` in the body."""
+        try:
+            yield
+        except OSError as error:
+            free = ", which is gone"
+            with suppress(OSError):
+                free = f", {_gb(shutil.disk_usage(self.folder).free)} free"
+            raise DiskError(
+                f"The optimizer states must be readable and writable in {self.folder}{free}; found that {found}: "
+                f"{os.strerror(error.errno or errno.EIO)}.\n"
+                f"Look for errors of this disk in dmesg, free space on it, or set another folder, and resume from the "
+                f"last checkpoint."
+            ) from error
 
 
 def file_system(folder: Path) -> str:

@@ -135,7 +135,7 @@ class RecordedRun:
         return (self.steps[WARM_UPDATES:] or self.steps)[-COMPARED_UPDATES:]
 
     def median(self, quantity: str) -> float | None:
-        """Return the median of a quantity over ``typical_steps``, None if none of them has it."""
+        """Return the median of a quantity over ``typical_steps``, None if it was not recorded."""
         values = values_of(quantity, self.typical_steps)
         return median(values) if values else None
 

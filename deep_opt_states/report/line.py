@@ -103,11 +103,11 @@ class UpdateReporter:
             if of_line:
                 yield "; ".join(map(str, of_line))
         windows = self._plan.read_windows() or Windows()
-        beside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
-        if windows.forward_s > 0 and beside_s > 0:
+        alongside_s = median(update.forward_s for update in self._measured) if self._measured else 0.0
+        if windows.forward_s > 0 and alongside_s > 0:
             yield (
-                f"forward took {seconds(beside_s)} alongside updates and {seconds(windows.forward_s)} without: "
-                f"{beside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
+                f"forward took {seconds(alongside_s)} alongside updates and {seconds(windows.forward_s)} without: "
+                f"{alongside_s / windows.forward_s - 1:+.0%} ({windows.slowdown})"
             )
         yield from self._plan.description
 
@@ -170,7 +170,7 @@ Event = tuple[str, float, int]
 
 
 class MonitorEvents(ReportSink):
-    """A sink for DeepSpeed's monitor: the numbers of every update, and predictions when the log has its line."""
+    """A sink for DeepSpeed's monitor: the numbers of every update, and predictions with the line of the log."""
 
     name = "monitor"
 
