@@ -18,8 +18,7 @@ def examine_config(path: Path) -> dict[str, Finding]:
     try:
         return {path.name: _check(_read(path))}
     except (ValueError, AssertionError) as error:
-        # Our errors consist of pairs of lines, the rule and the remedy, below a title if there are many. Paragraphs
-        # after them belong to the first remedy.
+        # Our errors are pairs of lines, rule and remedy, below a title if there are many. Paragraphs are of the first.
         message, *more = str(error).split(PARAGRAPH)
         lines = [line for line in message.splitlines() if not line.endswith(":")]
         if type(error) in (ConfigError, ProfileError, Unsupported) and len(lines) % 2 == 0:

@@ -38,10 +38,7 @@ class DiskError(RuntimeError):
 
 
 class StateFile:
-    """A file of ``size_bytes`` in ``folder``, of which only reserved parts take space. Offsets and sizes are in bytes.
-
-    Raise ``DiskError`` if the file cannot be created.
-    """
+    """A file of ``size_bytes`` in ``folder``, of which only reserved parts take space. Raise ``DiskError``."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder

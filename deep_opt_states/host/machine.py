@@ -66,11 +66,8 @@ def gpu_node(devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     if (found := gpu()) is None:
         return None
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    try:
-        node = int(_text(devices / place / "numa_node"))
-    except ValueError:
-        return None
     # The kernel reports -1 if the firmware does not define the node, as in many virtual machines.
+    node = int(_text(devices / place / "numa_node") or -1)
     return node if node >= 0 else None
 
 

@@ -27,7 +27,6 @@ RECENT_UPDATES = 25
 RUN_INFO = TypeAdapter(RunInfo)
 
 TracedUpdate = tuple[Timeline, Sequence[PhaseSpan]]
-"""The actions of one update, and the phases of the model around them."""
 
 
 class RunWriter(ReportSink):

@@ -148,10 +148,7 @@ class AdamKernel(ABC):
 
     @abstractmethod
     def update(self, sub_group: int, tensors: AdamTensors, element_range: ElementRange | None = None) -> None:
-        """Update ``sub_group``, or ``element_range`` of it, by the step of ``begin_step``. ``tensors`` hold the range.
-
-        Sub-groups and ranges may be updated in any order. The bits of an element do not depend on the ranges.
-        """
+        """Update ``sub_group``, or the ``element_range`` that ``tensors`` hold. No order or range changes the bits."""
 
     def update_ranges(self, updates: Sequence[RangeUpdate]) -> None:
         """Update ranges of any sub-groups in one call, bit-identical to one ``update`` per range."""

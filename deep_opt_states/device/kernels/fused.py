@@ -23,10 +23,7 @@ from deep_opt_states.device.kernels.scalars import OnePassAdam, Scalars
 
 
 class FusedAdam(OnePassAdam[CScalars]):
-    """The C++ kernel on ``num_threads`` threads, the i-th on ``cores[i]`` unless ``cores`` is empty.
-
-    It does not hold the GIL. Raise ``KernelUnavailable`` if it can be neither loaded nor compiled.
-    """
+    """The C++ kernel, without the GIL, on ``num_threads`` threads, bound to ``cores``. Raise ``KernelUnavailable``."""
 
     def __init__(
         self,

@@ -25,10 +25,8 @@ FP32: Any = {"dtype": torch.float32, "device": "cpu"}
 
 @cache
 def find_arithmetic(dtypes: StateDtypes) -> Arithmetic | None:
-    """Return the first candidate with stock's bits in both modes of Adam, if any. Raise ``KernelUnavailable``.
-
-    A load may put the moments in the dtype of the masters, so that these are also tried.
-    """
+    """Return the first candidate that is bit-identical to stock in both modes of Adam. Raise ``KernelUnavailable``."""
+    # A load may put the moments in the dtype of the masters, so that these are also tried.
     tried = list(product((True, False), dict.fromkeys((dtypes, StateDtypes(dtypes.master, dtypes.master)))))
     expected = [_train(StockAdam(TRIALS, BETAS, adamw=adamw), each) for adamw, each in tried]
     for candidate in CANDIDATES:

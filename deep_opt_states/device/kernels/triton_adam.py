@@ -69,10 +69,7 @@ class TritonAdam(OnePassAdam[dict[str, Any]]):
         param_dtypes: Iterable[torch.dtype | None],
         states: StateDtypes = FP32_STATES,
     ) -> None:
-        """Compile for all combinations of dtypes and of alignments of gradients and parameters, and load the kernels.
-
-        This takes seconds, or milliseconds with Triton's cache. Raise ``KernelUnavailable`` if Triton cannot compile.
-        """
+        """Compile in seconds, or load from a cache, for all dtypes and alignments. Raise ``KernelUnavailable``."""
         numbers = {field.name: np.float32(0) for field in fields(Scalars) if field.name != "decay_kind"}
         zeros = Scalars(**numbers, decay_kind=Decay.NONE)
         try:
