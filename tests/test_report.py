@@ -28,7 +28,6 @@ from deep_opt_states.report.record import (
     PredictedUpdate,
     ReportedPlan,
     RunInfo,
-    StepCounts,
     UpdateRecord,
     compare,
 )
@@ -75,13 +74,16 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def report(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = ()) -> None:
+def report(
+    predicted: Timeline | None, updates: Sequence[float], sinks: Sequence[ReportSink] = (), every_n_steps: int = 1
+) -> None:
     predict = None if predicted is None else lambda _: PredictedUpdate(predicted, 0.0)
     steps = count(1)
     reporter = UpdateReporter(
         replace(PLANNED, predict=predict, read_windows=Windows),
         sinks,
-        lambda: StepCounts(step := next(steps), 8 * step),
+        lambda: (step := next(steps), 8 * step),
+        every_n_steps,
     )
     for update_s in updates:
         reporter.updated([PhaseSpan(Phase.EXPOSED, 0.0, update_s)], lambda: timeline(2.0))
@@ -91,7 +93,7 @@ def report(predicted: Timeline | None, updates: Sequence[float], sinks: Sequence
 
 def test_a_forked_child_does_not_write_its_parents_report() -> None:
     sink = mock.Mock()
-    reporter = UpdateReporter(PLANNED, [sink], lambda: StepCounts(1, 8))
+    reporter = UpdateReporter(PLANNED, [sink], lambda: (1, 8), 1)
 
     def close() -> int:
         reporter.close()
@@ -102,7 +104,7 @@ def test_a_forked_child_does_not_write_its_parents_report() -> None:
 
 
 def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> None:
-    record = UpdateRecord(StepCounts(1, 8), [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], PLANNED, lambda: timeline(2.0))
+    record = UpdateRecord(1, 8, False, [PhaseSpan(Phase.EXPOSED, 0.0, 5.0)], PLANNED, lambda: timeline(2.0))
     numbers = record.numbers
     # Two PREFETCH actions of 12 bytes per parameter and two PUBLISH actions of 2 take 2 s each.
     assert numbers["h2d_bytes_per_s"] == (12 * (10 + 8) + 2 * (10 + 12)) / 8.0
@@ -113,11 +115,11 @@ def test_rates_divide_the_bytes_moved_by_the_time_that_the_lane_was_busy() -> No
 
 
 def test_a_line_is_logged_every_few_steps_and_the_monitor_receives_predictions_with_it(lines: list[str]) -> None:
-    report(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine(2)])
+    report(None, [1.0, 2.0, 3.0, 4.0, 5.0], [ProgressLine()], 2)
     assert [line.split(",")[0] for line in lines] == ["step=2", "step=4", "5 updates:"]
     assert "exposed=4.00 s (median of 2: 3.50 s), hidden=16.0 s, 1e-05 M params/s" in lines[1]
     events: list[Event] = []
-    report(timeline(1.0), [20.0] * 4, [MonitorEvents(2, events.extend)])
+    report(timeline(1.0), [20.0] * 4, [MonitorEvents(events.extend)], 2)
     samples_by_name = {name: [samples for other, _, samples in events if other == name] for name, *_ in events}
     assert samples_by_name["Train/Update/exposed_s"] == [8, 16, 24, 32]
     # The second step's update is the last that is not compared.
@@ -137,7 +139,7 @@ def test_the_summary_leaves_out_the_first_updates_and_is_logged_once(lines: list
     plan = replace(
         PLANNED, description=description, predict=lambda _: predicted, read_windows=lambda: Windows(forward_s=1.0)
     )
-    reporter = UpdateReporter(plan, [], lambda: StepCounts(1, 8))
+    reporter = UpdateReporter(plan, [], lambda: (1, 8), 1)
     phases = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0), PhaseSpan(Phase.FORWARD, 1.0, 3.0)]
     for _ in range(WARM_UPDATES + 1):
         reporter.updated(phases, lambda: timeline(2.0))
@@ -188,7 +190,7 @@ def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue
     broken = mock.Mock()
     broken.name = "the broken sink"
     broken.updated.side_effect = OSError("no space left")
-    report(None, [1.0] * 3, [broken, ProgressLine(1)])
+    report(None, [1.0] * 3, [broken, ProgressLine()])
     message, *of_others = lines
     assert message.startswith("the broken sink: the update cannot be reported there: OSError: no space left.")
     assert (broken.updated.call_count, broken.close.call_count) == (1, 0)
@@ -199,7 +201,7 @@ def test_a_sink_that_fails_is_logged_once_and_disabled_while_the_others_continue
 @pytest.mark.parametrize(("measured_s", "is_slow"), [(1.9, False), (2.1, True)])
 def test_cpu_updates_far_below_the_profile_are_logged_once(measured_s: float, is_slow: bool, lines: list[str]) -> None:
     plan = replace(PLANNED, predict=lambda _: PredictedUpdate(timeline(1.0), 7.0), read_windows=Windows)
-    reporter = UpdateReporter(plan, [SlowCpu()], lambda: StepCounts(step=0, samples=0))
+    reporter = UpdateReporter(plan, [SlowCpu()], lambda: (0, 0), 1)
     exposed = [PhaseSpan(Phase.EXPOSED, 0.0, 1.0)]
     for _ in range(EVERY_UPDATES - 1):
         reporter.updated(exposed, lambda: timeline(measured_s))

@@ -36,9 +36,8 @@ class RunWriter(ReportSink):
     _open: dict[Path, TextIO] = {}  # noqa: RUF012
     """The open ``steps.jsonl`` of this process, by folder."""
 
-    def __init__(self, folder: Path, every_n_steps: int, describe: Callable[[], RunInfo]) -> None:
+    def __init__(self, folder: Path, describe: Callable[[], RunInfo]) -> None:
         self._folder = folder
-        self._every_n_steps = every_n_steps
         self._describe = describe
         self._steps: TextIO | None = None
         self._recent: deque[UpdateRecord] = deque(maxlen=RECENT_UPDATES)
@@ -48,11 +47,11 @@ class RunWriter(ReportSink):
         """Write the line of one update. Raise ``FileExistsError`` if another engine of this process uses the folder."""
         steps = self._steps = self._steps or self._start()
         try:
-            steps.write(json.dumps({"step": record.counts.step, **record.numbers}) + "\n")
+            steps.write(json.dumps({"step": record.step, **record.numbers}) + "\n")
             if self._recent and self._recent[-1].plan is not record.plan:
                 self._recent.clear()
             self._recent.append(record)
-            if record.is_due(self._every_n_steps):
+            if record.is_due:
                 self._write(reporter)
         except BaseException:
             steps.close()
@@ -91,7 +90,7 @@ class RunWriter(ReportSink):
             "forward_alone_s": windows.forward_s or None,
             "backward_alone_s": windows.backward_s or None,
             "stock_s": typical.plan.predict_stock(),
-            "drawn_step": typical.counts.step,
+            "drawn_step": typical.step,
         }
         self._write_info(measured)
 

@@ -18,7 +18,6 @@ from deep_opt_states.report.record import (
     MeasuredUpdate,
     PredictedUpdate,
     ReportedPlan,
-    StepCounts,
     UpdateRecord,
     compare,
 )
@@ -54,8 +53,15 @@ class ReportSink(Protocol):
 class UpdateReporter:
     """A reporter of all updates of one engine. A sink that fails is logged and disabled: training must continue."""
 
-    def __init__(self, plan: ReportedPlan, sinks: Sequence[ReportSink], read_counts: Callable[[], StepCounts]) -> None:
+    def __init__(
+        self,
+        plan: ReportedPlan,
+        sinks: Sequence[ReportSink],
+        read_counts: Callable[[], tuple[int, int]],
+        every_n_steps: int,
+    ) -> None:
         self._sinks = list(sinks)
+        self._every_n_steps = every_n_steps
         self._read_counts = read_counts
         self._measured: deque[MeasuredUpdate] = deque(maxlen=COMPARED_UPDATES)
         self.updates = 0
@@ -74,7 +80,8 @@ class UpdateReporter:
     def updated(self, phases: Sequence[PhaseSpan], timeline: Callable[[], Timeline]) -> None:
         """Report one update with the ``phases`` around it. ``timeline`` is called only if a number needs it."""
         self.updates += 1
-        record = UpdateRecord(self._read_counts(), phases, self._plan, timeline)
+        step, samples = self._read_counts()
+        record = UpdateRecord(step, samples, step % self._every_n_steps == 0, phases, self._plan, timeline)
         if self._predict is not None and self.updates > WARM_UPDATES:
             self._measured.append(record.measured)
         self._call_sinks(lambda sink: sink.updated(record, self))
@@ -134,17 +141,16 @@ class UpdateReporter:
 
 
 class ProgressLine(ReportSink):
-    """A sink that logs one line about the update at every step that is a multiple of ``every_n_steps``."""
+    """A sink that logs one line about an update that is due."""
 
     name = "deep_optimizer_states.log_every"
 
-    def __init__(self, every_n_steps: int) -> None:
-        self._every_n_steps = every_n_steps
+    def __init__(self) -> None:
         self._exposed_s: deque[float] = deque(maxlen=COMPARED_UPDATES)
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
         self._exposed_s.append(seconds_of(Phase.EXPOSED, record.phases))
-        if not record.is_due(self._every_n_steps):
+        if not record.is_due:
             return
         numbers = record.numbers
         rates = (
@@ -153,7 +159,7 @@ class ProgressLine(ReportSink):
             ("d2h=", numbers["d2h_bytes_per_s"], gigabytes_per_second),
         )
         parts = [
-            f"step={record.counts.step}",
+            f"step={record.step}",
             f"update exposed={seconds(numbers['exposed_s'])} (median of {len(self._exposed_s)}: "
             f"{seconds(median(self._exposed_s))})",
             f"hidden={seconds(numbers['hidden_s'])}",
@@ -174,8 +180,7 @@ class MonitorEvents(ReportSink):
 
     name = "monitor"
 
-    def __init__(self, every_n_steps: int, write: Callable[[Sequence[Event]], None]) -> None:
-        self._every_n_steps = every_n_steps
+    def __init__(self, write: Callable[[Sequence[Event]], None]) -> None:
         self._write = write
 
     def updated(self, record: UpdateRecord, reporter: UpdateReporter) -> None:
@@ -184,12 +189,12 @@ class MonitorEvents(ReportSink):
             if value is not None:
                 values[name.replace("bytes", "gb")] = value / GB if "bytes" in name else value
         # A prediction is a simulation, too slow for every step.
-        for row in reporter.comparison() if record.is_due(self._every_n_steps) else []:
+        for row in reporter.comparison() if record.is_due else []:
             if row.name in (UPDATE, EXPOSED):
                 values[f"predicted_{row.name}_s"] = row.predicted_s
                 if row.error is not None:
                     values[f"predicted_{row.name}_error"] = row.error
-        self._write([(f"Train/Update/{name}", value, record.counts.samples) for name, value in values.items()])
+        self._write([(f"Train/Update/{name}", value, record.samples) for name, value in values.items()])
 
 
 class SlowCpu(ReportSink):

@@ -30,14 +30,6 @@ LANES_OF_DIRECTION = {"h2d": (Lane.H2D, Lane.PUBLISH), "d2h": (Lane.D2H,)}
 """The lanes that only copy. The compute lane also copies to the host if DeepSpeed offloads parameters."""
 
 
-@dataclass(frozen=True)
-class StepCounts:
-    """The ``global_steps`` and ``global_samples`` of training, over all ranks."""
-
-    step: int
-    samples: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReportedPlan:
     """The plan of the updates, with the bytes per parameter of the tensors that they copy."""
@@ -92,7 +84,11 @@ class MeasuredUpdate:
 class UpdateRecord:
     """One update that ran. ``read_timeline`` reads two device events per action, and is called at most once."""
 
-    counts: StepCounts
+    step: int
+    samples: int
+    """The ``global_steps`` and ``global_samples`` of training, over all ranks."""
+    is_due: bool
+    """Whether the log has a line about this update."""
     phases: Sequence[PhaseSpan]
     plan: ReportedPlan
     read_timeline: Callable[[], Timeline]
@@ -135,9 +131,6 @@ class UpdateRecord:
             "d2h_bytes_per_s": self.plan.bytes_per_s("d2h", timeline),
             "gpu_share": 1 - self.plan.plan.numel(Placement.CPU) / max(1, numel),
         }
-
-    def is_due(self, every_n_steps: int) -> bool:
-        return self.counts.step % every_n_steps == 0
 
 
 def _rate(amount: float, duration_s: float) -> float | None:

@@ -20,7 +20,7 @@ import pytest
 from deep_opt_states.cli.main import main
 from deep_opt_states.report.folder import RecordedRun, RunError, RunWriter
 from deep_opt_states.report.line import WARM_UPDATES, UpdateReporter
-from deep_opt_states.report.record import PredictedUpdate, ReportedPlan, RunInfo, StepCounts, UpdateRecord
+from deep_opt_states.report.record import PredictedUpdate, ReportedPlan, RunInfo, UpdateRecord
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import simulate
@@ -62,8 +62,9 @@ def train(folder: Path, updates: int = UPDATES, predict: bool = True) -> UpdateR
             read_iteration=lambda: next(iterations, None),
             read_memory_bytes=lambda: next(memory_bytes),
         ),
-        [RunWriter(folder, EVERY, lambda: INFO)],
-        lambda: StepCounts(step := next(steps), 8 * step),
+        [RunWriter(folder, lambda: INFO)],
+        lambda: (step := next(steps), 8 * step),
+        EVERY,
     )
     for number in range(updates):
         windows = Windows(backward_s=0.02 + 0.001 * number, forward_s=0.03 + 0.002 * number)
@@ -269,8 +270,8 @@ def test_a_folder_without_a_readable_run_is_refused_with_the_remedy(
 def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_files_there(tmp_path: Path) -> None:
     first = train(tmp_path)
     (tmp_path / "report.html").write_text("the page of another run")
-    second = RunWriter(tmp_path, EVERY, lambda: INFO)
-    nothing = UpdateRecord(StepCounts(1, 8), [], PLANNED, lambda: Timeline(()))
+    second = RunWriter(tmp_path, lambda: INFO)
+    nothing = UpdateRecord(1, 8, False, [], PLANNED, lambda: Timeline(()))
     with pytest.raises(FileExistsError, match="must be a folder of its own for each engine"):
         second.updated(nothing, first)
     first.close()
@@ -279,7 +280,7 @@ def test_one_engine_at_a_time_writes_to_a_folder_and_a_new_run_replaces_the_file
     assert not (tmp_path / "report.html").exists()
     third.close()
     # A writer that fails lets another one use the folder.
-    failing = RunWriter(tmp_path, EVERY, lambda: INFO)
+    failing = RunWriter(tmp_path, lambda: INFO)
     with mock.patch.object(json, "dumps", side_effect=MemoryError), pytest.raises(MemoryError):
         failing.updated(nothing, first)
     train(tmp_path).close()

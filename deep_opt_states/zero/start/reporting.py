@@ -19,7 +19,7 @@ from deep_opt_states.host.machine import process_bytes
 from deep_opt_states.names import __version__
 from deep_opt_states.report.folder import RunWriter
 from deep_opt_states.report.line import MonitorEvents, ProgressLine, ReportSink, SlowCpu, UpdateReporter
-from deep_opt_states.report.record import ReportedPlan, RunInfo, StepCounts
+from deep_opt_states.report.record import ReportedPlan, RunInfo
 from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.start.assembly import Assembly
 from perf_model.prediction.cost import CostModel, stock_speed_up
@@ -39,13 +39,13 @@ class EngineProgress:
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
         self._monitor = engine.monitor
-        self._progress = StepCounts(step=0, samples=0)
+        self._progress = 0, 0
         self._plan: UpdatePlan
 
-    def progress(self) -> StepCounts:
-        """Return the engine's step counts; the last known ones if the engine no longer exists."""
+    def progress(self) -> tuple[int, int]:
+        """Return the engine's steps and samples; the last known ones if the engine no longer exists."""
         if (engine := self._engine()) is not None:
-            self._progress = StepCounts(step=engine.global_steps, samples=engine.global_samples)
+            self._progress = engine.global_steps, engine.global_samples
         return self._progress
 
     def make_report(self, config: Config, assembly: Assembly) -> UpdateReporter:
@@ -53,14 +53,14 @@ class EngineProgress:
         self._plan = assembly.running.plan
         sinks: list[ReportSink] = [SlowCpu()]
         if dist.get_rank() == 0:
-            sinks.append(ProgressLine(config.log_every))
+            sinks.append(ProgressLine())
             if self._monitor.enabled:
-                sinks.append(MonitorEvents(config.log_every, self._monitor.write_events))
+                sinks.append(MonitorEvents(self._monitor.write_events))
             if config.report is not None:
                 began = datetime.now().astimezone().isoformat(timespec="seconds")
                 describe = partial(self._describe, assembly.context.device, began)
-                sinks.append(RunWriter(Path(config.report), config.log_every, describe))
-        return UpdateReporter(_reported_plan(assembly), sinks, self.progress)
+                sinks.append(RunWriter(Path(config.report), describe))
+        return UpdateReporter(_reported_plan(assembly), sinks, self.progress, config.log_every)
 
     def plan_changed(self, report: UpdateReporter, assembly: Assembly) -> None:
         """Report the next updates with the plan that ``assembly`` runs now."""
