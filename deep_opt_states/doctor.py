@@ -144,7 +144,6 @@ def check_hook(autoload: str | None, has_entry_point: bool, is_active: bool) -> 
 
 
 def check_switch(value: str | None) -> Finding:
-    """Check the environment variable that switches the plugin off."""
     if value in (None, "1"):
         return OK(value or "unset")
     if value == "0":
@@ -193,7 +192,6 @@ def check_memlock(limit_bytes: int | None, has_cuda: bool) -> Finding:
 
 
 def check_connections(value: str | None, has_cuda: bool) -> Finding:
-    """Check the number of hardware queues of a GPU."""
     if not has_cuda or value is None:
         return OK(f"{value or 'unset'}; a GPU has {DEFAULT_QUEUES} hardware queues by default")
     if value.isdigit() and int(value) >= DEFAULT_QUEUES:

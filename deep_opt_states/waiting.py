@@ -90,16 +90,13 @@ def may_be_stale(loader: Any) -> bool:
 
 
 def _explain_lock(lock: Path, *, may_be_stale: bool = True) -> str | None:
-    # The ranks of a node wait for the same build, and one of them says so.
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not lock.exists() or not may_be_stale:
-        return "" if is_first else None
-    age = timedelta(seconds=int(time.time() - lock.stat().st_mtime))
     processes = holders([lock])[lock]
-    if os.getpid() in processes:
-        return ""
-    if not is_first:
+    # The ranks of a node wait for the same build, and one of them says so.
+    if os.environ.get("LOCAL_RANK", "0") != "0" and os.getpid() not in processes:
         return None
+    if not lock.exists() or not may_be_stale or os.getpid() in processes:
+        return ""
+    age = timedelta(seconds=int(time.time() - lock.stat().st_mtime))
     if processes:
         return f"Process {', '.join(map(str, processes))} has been building it for {age}."
     return (

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from deep_opt_states.doctor import Status, examine
@@ -26,10 +26,7 @@ def run(options: argparse.Namespace) -> int:
 
             findings = examine_config(options.config)
     console = Console()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
     below_the_table = []
     for topic, finding in findings.items():
         remedy, *more = finding.remedy.split(PARAGRAPH)
