@@ -19,7 +19,8 @@ from deep_opt_states import activation
 from deep_opt_states.host import machine
 from deep_opt_states.names import CONFIG_KEY, SWITCH
 from deep_opt_states.zero.internals.releases import TESTED_DEEPSPEED, is_tested, is_too_old
-from perf_model.units import counted, gigabytes, size
+from perf_model.prediction.memory import DEFAULT_SETUP, shadow_bytes
+from perf_model.units import billions, counted, gigabytes, size
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """PyTorch's switch for all entry points of the group ``torch.backends``."""
@@ -71,6 +72,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Finding]:
         "cpu_adam": lambda: check_extension(_cpu_adam(), missing, ours=False),
         "C++ Adam kernel": lambda: check_extension(_own_adam(), missing, ours=True),
         "locks of builds": lambda: check_locks(_locks()),
+        "eager updates": lambda: describe_eager_updates(_free_host_bytes()),
     }
     findings = {}
     for topic, check in checks.items():
@@ -188,6 +190,21 @@ def check_memlock(limit_bytes: int | None, has_cuda: bool) -> Finding:
     found = f"{size(limit_bytes)}; training tests at start whether the driver applies it to pinned optimizer states"
     return WARN(
         found, "ulimit -l unlimited, or docker run --ulimit memlock=-1, if pinning memory or NCCL's start fails."
+    )
+
+
+def _free_host_bytes() -> int:
+    left_bytes = machine.memory_left_bytes(machine.cgroup_folders("memory"))
+    available_bytes = machine.memory().available_bytes
+    return available_bytes if left_bytes is None else max(0, min(available_bytes, left_bytes))
+
+
+def describe_eager_updates(free_bytes: int) -> Finding:
+    """Describe the memory for the second versions of states: half of what training leaves of ``free_bytes``."""
+    numel = free_bytes // 2 // shadow_bytes(DEFAULT_SETUP.widths)
+    return OK(
+        f"{size(free_bytes)} of host memory are free; second versions of states may take half of what training leaves, "
+        f"at most {size(free_bytes // 2)} for {billions(numel)} parameters"
     )
 
 

@@ -52,7 +52,7 @@ zero.stage3: config device model.prediction model.schedule report runtime zero.a
 zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.internals
     zero.stage3 zero.start zero.step
 activation: config log names zero.plugin zero.start
-doctor: activation device host model.units names waiting zero.internals
+doctor: activation device host model.prediction model.units names waiting zero.internals
 cli: config doctor files model.cli model.json_input model.prediction model.training_run names profiler report sharing
     zero.start
 zero:
