@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from perf_model.planner import PlannedUpdate, evaluate, plan_units
@@ -19,31 +18,6 @@ from perf_model.schedule.rules import NO_RULES, PlacementRules
 from perf_model.schedule.uses import ParameterUses
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB, gigabytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizedPlan:
-    """A plan with its prediction and its unit size."""
-
-    unit_size: int
-    planned: PlannedUpdate
-
-    @property
-    def plan(self) -> UpdatePlan:
-        """Return the plan without the prediction."""
-        return self.planned.plan
-
-    def to_json_dict(self) -> dict[str, Any]:
-        """Return the decisions of the planner, which ``PlanRequest.restore`` reads on another rank."""
-        plan = self.plan
-        return {
-            "unit_size": self.unit_size,
-            "num_slots": plan.num_slots,
-            "placements": [placement.value for placement in plan.placements],
-            "order": None if plan.order is None else list(plan.order),
-            "eager": sorted(plan.eager),
-            "fingerprint": plan.fingerprint,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +42,16 @@ class PlanRequest:
     def workload(self, unit_size: int) -> Workload:
         """Return the units of at most ``unit_size`` parameters, and ``disk_unit_size`` on disk."""
         units = cut_into_units(self.sub_groups, unit_size, self.rules.placement_of, self.disk_unit_size)
-        return self._with_uses(units)
+        return self._arranged(units)
 
     @property
     def fixed_bytes(self) -> int:
         """Return the least accelerator memory of the units whose placement the rules fix."""
         return memory_of(least_plan(self.workload(min(self.unit_sizes))), self.setup).gpu_bytes
 
-    def plan(self) -> SizedPlan:
+    def plan(self) -> PlannedUpdate:
         """Return the best plan over the unit sizes. Raise ``DoesNotFit`` if no plan fits."""
-        unit_size, planned = plan_units(
-            self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup, self.first_use_of
-        )
+        planned = plan_units(self.workload, self.unit_sizes, self.cost, self.budgets, self.windows, self.setup)
         if self.all_eager:
             eligible = self.setup.eligible_as_eager(planned.plan)
             all_eager = self.evaluate(replace(planned.plan, eager=eligible))
@@ -87,13 +59,12 @@ class PlanRequest:
                 # Streamed units that are eager take more memory of the accelerator.
                 eligible = frozenset(unit for unit in eligible if planned.plan.placements[unit] is Placement.CPU)
                 all_eager = self.evaluate(replace(planned.plan, eager=eligible))
-            planned = all_eager
-        return SizedPlan(unit_size=unit_size, planned=planned)
+            planned = replace(all_eager, unit_size=planned.unit_size)
+        return planned
 
     def evaluate(self, plan: UpdatePlan) -> PlannedUpdate:
-        windows = replace(self.windows, first_use=self.first_use_of(plan.workload))
-        plan = replace(plan, workload=self._with_uses(plan.workload))
-        return evaluate(plan, self.cost, windows, self.setup)
+        plan = replace(plan, workload=self._arranged(plan.workload))
+        return evaluate(plan, self.cost, self.windows, self.setup)
 
     def why_nothing_is_streamed(self, plan: UpdatePlan, unavailable: str = "") -> str:
         """Return the reason, ``unavailable`` if the accelerator cannot update; an empty text if a unit is streamed."""
@@ -144,13 +115,5 @@ class PlanRequest:
             )
         return plan
 
-    def first_use_of(self, workload: Workload) -> tuple[int, ...] | None:
-        """Return the units in the order in which forward first uses them, None if it is unknown."""
-        return None if self._uses is None else self._uses.first_use(workload)
-
-    def _with_uses(self, workload: Workload) -> Workload:
-        return workload if self._uses is None else self._uses.count(workload)
-
-    @cached_property
-    def _uses(self) -> ParameterUses | None:
-        return None if self.uses is None else ParameterUses(self.sub_groups, self.uses)
+    def _arranged(self, workload: Workload) -> Workload:
+        return workload if self.uses is None else ParameterUses(self.sub_groups, self.uses).arrange(workload)

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, product
+from typing import Any
 
 from perf_model.prediction.cost import CostModel
 from perf_model.prediction.memory import Budgets, DoesNotFit, MemoryUse, TrainingSetup, memory_of, require_memory
@@ -53,12 +54,13 @@ MAX_SIMULATED_UNITS = 15_000
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUpdate:
-    """A plan and its prediction. ``simulations`` counts the plans that were simulated to find it."""
+    """A plan and its prediction, with the unit size and the number of ``simulations`` if the planner found it."""
 
     plan: UpdatePlan
     timeline: Timeline
     added: AddedTime
     memory: MemoryUse
+    unit_size: int = 0
     simulations: int = 0
 
     @property
@@ -70,6 +72,18 @@ class PlannedUpdate:
     def update_s(self) -> float:
         """Return the seconds of the update, exposed and hidden together."""
         return self.timeline.active_s
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the decisions of the planner, which ``PlanRequest.restore`` reads on another rank."""
+        plan = self.plan
+        return {
+            "unit_size": self.unit_size,
+            "num_slots": plan.num_slots,
+            "placements": [placement.value for placement in plan.placements],
+            "order": None if plan.order is None else list(plan.order),
+            "eager": sorted(plan.eager),
+            "fingerprint": plan.fingerprint,
+        }
 
 
 def evaluate(plan: UpdatePlan, cost: CostModel, windows: Windows, setup: TrainingSetup) -> PlannedUpdate:
@@ -85,17 +99,16 @@ def plan_units(
     budgets: Budgets,
     windows: Windows,
     setup: TrainingSetup,
-    first_use_of: Callable[[Workload], tuple[int, ...] | None] = lambda workload: None,
-) -> tuple[int, PlannedUpdate]:
-    """Return the unit size, in parameters, that adds the least time to an iteration, and its plan.
+) -> PlannedUpdate:
+    """Return the plan that adds the least time to an iteration, over the unit ``sizes``, in parameters.
 
-    ``workload_of`` maps a size to the units, and ``first_use_of`` maps units to ``Windows.first_use``. Raise
-    ``DoesNotFit`` if no plan fits, and ``ValueError`` if there are no units or the machine cannot update a fixed one.
+    ``workload_of`` maps a size to the units. Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` if there are no
+    units or the machine cannot update a fixed one.
     """
-    cuts: list[_Cut] = []
+    cuts: dict[int, Workload] = {}
     errors: list[DoesNotFit] = []
     for unit_size in sorted(set(sizes), reverse=True):
-        if cuts and cuts[0].workload.numel > MAX_UNITS * unit_size:
+        if any(cut.numel > MAX_UNITS * unit_size for cut in cuts.values()):
             break
         workload = workload_of(unit_size)
         if not workload.units:
@@ -105,23 +118,14 @@ def plan_units(
         except DoesNotFit as error:
             errors.append(error)
             continue
-        is_new = all(workload != cut.workload for cut in cuts)
-        if not cuts or (is_new and len(workload.units) <= MAX_UNITS):
-            cuts.append(_Cut(unit_size, workload, replace(windows, first_use=first_use_of(workload))))
+        if not cuts or (workload not in cuts.values() and len(workload.units) <= MAX_UNITS):
+            cuts[unit_size] = workload
     if not cuts:
         raise min(errors, key=lambda error: sum(error.missing.values()))
-    search = _Search(cuts, cost, budgets, setup)
+    search = _Search([*cuts.values()], cost, budgets, windows, setup)
     cut, plan = search.run()
-    return cut.unit_size, replace(evaluate(plan, cost, cut.windows, setup), simulations=search.simulations)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The units of one size, and the windows with the order of their first use."""
-
-    unit_size: int
-    workload: Workload
-    windows: Windows
+    found = evaluate(plan, cost, windows, setup)
+    return replace(found, unit_size=[*cuts][cut], simulations=search.simulations)
 
 
 @dataclass(frozen=True)
@@ -152,23 +156,27 @@ _NEVER: _Seconds = (float("inf"), float("inf"), 0)
 class _Search:
     """The plans that were simulated. ``cuts`` are ordered from the largest units to the smallest."""
 
-    def __init__(self, cuts: list[_Cut], cost: CostModel, budgets: Budgets, setup: TrainingSetup) -> None:
+    def __init__(
+        self, cuts: list[Workload], cost: CostModel, budgets: Budgets, windows: Windows, setup: TrainingSetup
+    ) -> None:
         self.simulations = 0
         self._simulated_units = 0
         self._cuts = cuts
         self._cost = cost
         self._budgets = budgets
+        self._windows = windows
         self._setup = setup
         # For units that rules do not place, the planner counts the sums of all gradients on the accelerator.
         sums_on_host = setup.accumulates and setup.sums_on_accelerator is False
         self._placements = (Placement.CPU,) if sums_on_host else cost.placements
-        self._simulators = [Simulator(cost, cut.windows) for cut in cuts]
-        self._negligible_s = LITTLE * cuts[0].windows.forward_s
+        self._simulator = Simulator(cost, windows)
+        self._negligible_s = LITTLE * windows.forward_s
         self._plans: dict[_Choice, UpdatePlan | None] = {}
         self._known: dict[tuple[int, tuple[Placement, ...], int, frozenset[int]], _Seconds] = {}
 
-    def run(self) -> tuple[_Cut, UpdatePlan]:
-        units = [len(cut.workload.units) for cut in self._cuts]
+    def run(self) -> tuple[int, UpdatePlan]:
+        """Return the index of the best cut, and its plan."""
+        units = [len(cut.units) for cut in self._cuts]
         cut = next((position for position, count in enumerate(units) if count >= GRID_UNITS), len(units) - 1)
         choices = [_Choice(cut, slots, *shares) for shares, slots in product(SHARES, range(1, MAX_SLOTS + 1))]
         # The plan with the least memory fits. With very many units, only every n-th of the others is simulated.
@@ -195,7 +203,7 @@ class _Search:
         best = next((choice for choice in larger if self._seconds(choice)[0] <= enough_s), best)
         plan = self._plans[best]
         assert plan is not None, "the plan with the least memory fits"
-        return self._cuts[best.cut], plan
+        return best.cut, plan
 
     def _descend(self, best: _Choice, names: Sequence[str]) -> _Choice:
         """Return the choice to which changes of the fields ``names`` of ``best`` lead."""
@@ -232,17 +240,17 @@ class _Search:
         if key not in self._known:
             self.simulations += 1
             self._simulated_units += len(plan.placements) + len(plan.eager)
-            timeline = self._simulators[choice.cut].run(plan.schedule, plan.workload)
-            added = self._cuts[choice.cut].windows.added_time(timeline, plan.workload, self._cost)
+            timeline = self._simulator.run(plan.schedule, plan.workload)
+            added = self._windows.added_time(timeline, plan.workload, self._cost)
             self._known[key] = max(added.total_s, self._negligible_s), timeline.active_s, plan.num_slots
         return self._known[key]
 
     def _place(self, choice: _Choice) -> UpdatePlan | None:
-        cut = self._cuts[choice.cut]
-        free = [unit for unit in cut.windows.in_order_of_use(cut.workload) if unit.fixed is None]
+        workload = self._cuts[choice.cut]
+        free = [unit for unit in workload.in_order_of_use if unit.fixed is None]
 
         def plan_with(residents: int) -> UpdatePlan:
-            placements = [unit.fixed or Placement.CPU for unit in cut.workload.units]
+            placements = [unit.fixed or Placement.CPU for unit in workload.units]
             for unit in free[:residents]:
                 placements[unit.index] = Placement.RESIDENT
             others = free[residents:] if Placement.STREAMED in self._placements else []
@@ -255,14 +263,14 @@ class _Search:
                 else:
                     placements[unit.index] = Placement.STREAMED
             slots = max(1, min(choice.num_slots, placements.count(Placement.STREAMED)))
-            plan = UpdatePlan(workload=cut.workload, placements=tuple(placements), num_slots=slots)
+            plan = UpdatePlan(workload=workload, placements=tuple(placements), num_slots=slots)
             return self._with_eager_units(plan, choice)
 
         most = 0
         if Placement.RESIDENT in self._placements and choice.residents > 0:
             most = bisect_left(range(1, len(free) + 1), True, key=lambda count: not self._fits(plan_with(count)))
         plan = plan_with(round(choice.residents * most))
-        return in_forward_order(plan, cut.windows.first_use) if self._fits(plan) else None
+        return in_forward_order(plan, workload.first_use) if self._fits(plan) else None
 
     def _with_eager_units(self, plan: UpdatePlan, choice: _Choice) -> UpdatePlan:
         """Return ``plan`` with the units eager that backward completes first, as far as there is memory."""
@@ -270,7 +278,7 @@ class _Search:
         may_be_eager = self._setup.eligible_as_eager(plan)
         for placement, share in ((Placement.CPU, choice.eager), (Placement.STREAMED, choice.eager_streamed)):
             if share > 0.0:
-                in_backward = reversed(self._cuts[choice.cut].windows.in_order_of_use(plan.workload))
+                in_backward = reversed(plan.workload.in_order_of_use)
                 placed = (unit for unit in in_backward if plan.placements[unit.index] is placement)
                 eligible = [unit for unit in placed if unit.index in may_be_eager]
                 passed = list(accumulate(unit.numel for unit in eligible))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,8 +223,8 @@ def _units(found: Forecast) -> Iterator[str | Table]:
     counts = ", ".join(f"{placement.value} {plan.placements.count(placement)}" for placement in Placement)
     together = "exposed and hidden time together" if found.windows != Windows() else "all of it exposed"
     yield (
-        f"\n{counts} units of at most {found.unit_size / 1e6:,.0f} M parameters; {plan.schedule.num_slots} slots (GPU "
-        f"buffers for streamed units)\nlower bound of the update, {together}: "
+        f"\n{counts} units of at most {found.planned.unit_size / 1e6:,.0f} M parameters; {plan.schedule.num_slots} "
+        f"slots (GPU buffers for streamed units)\nlower bound of the update, {together}: "
         f"{seconds(bound.seconds, DIGITS)} (limited by {bound.binding.value}); this plan takes "
         f"{significant(update_s / bound.seconds, DIGITS)} times as long"
     )
@@ -251,7 +250,7 @@ def _write_timeline(found: Forecast, path: Path) -> None:
     from perf_model.prediction.draw import draw
 
     plan, timeline = found.planned.plan, found.planned.timeline
-    phases = replace(found.windows, first_use=found.first_use).phases(timeline, plan.workload, found.cost)
+    phases = found.windows.phases(timeline, plan.workload, found.cost)
     try:
         if path.suffix == ".json":
             timeline.write_chrome_trace(path, phases)

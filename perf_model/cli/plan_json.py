@@ -61,17 +61,17 @@ def to_json_dict(found: Forecast, inputs: Inputs) -> dict[str, Any]:
         ],
         "order": {
             "update": list(plan.order or forward_order(plan.workload, plan.placements)),
-            "first_use": list(found.first_use),
+            "first_use": [unit.index for unit in plan.workload.in_order_of_use],
         },
         "num_slots": plan.num_slots,
-        "unit_size": found.unit_size,
+        "unit_size": found.planned.unit_size,
         "windows": {
             "backward_s": windows.backward_s,
             "forward_s": windows.forward_s,
             "cpu_slowdown": windows.slowdown.cpu,
         },
         "budgets": asdict(found.budgets),
-        "plan": found.chosen.to_json_dict(),
+        "plan": found.planned.to_json_dict(),
         "deepspeed_config": deepspeed_config(found, inputs),
     }
 
@@ -104,7 +104,7 @@ def deepspeed_config(found: Forecast, inputs: Inputs) -> dict[str, Any]:
     planned = any(unit.fixed is None for unit in plan.workload.units)
     block: dict[str, Any] = {"placement": job.rules.to_json() or "planned"}
     if "unit_size" in given or not planned:
-        block["unit_size"] = found.unit_size
+        block["unit_size"] = found.planned.unit_size
     # Rules without a last one for all names may leave parameters to the planner, which then refuses the key.
     if job.rules.rules and not job.rules.may_plan:
         block["num_slots"] = plan.num_slots

@@ -84,7 +84,7 @@ def _row(inputs: Inputs) -> SweepRow:
         **row,
         **{placement.value: placements.count(placement) for placement in Placement},
         **{key: value for key, value in found.predicted.to_json_dict().items() if key in COLUMNS},
-        "unit_size": found.unit_size,
+        "unit_size": found.planned.unit_size,
         "stock_iteration_s": None if isinstance(stock, Infeasible) else stock.iteration_s,
         "speed_up": found.speed_up(found.predicted),
         "gpu_peak_bytes": found.memory.gpu_bytes,

@@ -13,7 +13,7 @@ from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.happens_before import EMPTIED_BY
 from perf_model.schedule.schedule import PUBLISHING
-from perf_model.schedule.workload import Unit, Workload
+from perf_model.schedule.workload import Workload
 from perf_model.units import seconds
 
 
@@ -36,26 +36,19 @@ class Windows:
 
     States may be prefetched at the end of backward, and eager units are updated in it as soon as their gradients are
     complete. After forward, a slot may be flushed until the next backward prefetches into it. Both windows are 0 if the
-    update has to finish before ``step()`` returns. ``first_use`` is forward's order of units, which defaults to the
-    order of the indices. Forward uses equally many elements in equal times, ``Unit.forward_numel`` of them before it
-    needs the next unit, and backward completes them in the reverse order. The update slows both down. The
-    seconds that backward loses count, but its moments stay: more time for the update in a longer backward is neglected.
+    update has to finish before ``step()`` returns. Forward uses equally many elements in equal times,
+    ``Unit.forward_numel`` of them before it needs the next unit, and backward completes them in the reverse order. The
+    update slows both down. The seconds that backward loses count, but its moments stay: more time for the update in a
+    longer backward is neglected.
     """
 
     backward_s: float = 0.0
     forward_s: float = 0.0
-    first_use: tuple[int, ...] | None = None
     slowdown: Slowdown = NO_SLOWDOWN
 
     def __str__(self) -> str:
         times = f"{seconds(self.backward_s)} of backward and {seconds(self.forward_s)} of forward"
         return times if self.slowdown == NO_SLOWDOWN else f"{times}, {self.slowdown}"
-
-    def in_order_of_use(self, workload: Workload) -> tuple[Unit, ...]:
-        """Return the units in the order in which forward first uses them."""
-        if self.first_use is None:
-            return workload.units
-        return tuple(workload.units[index] for index in self.first_use)
 
     def completed_s(self, workload: Workload) -> dict[int, float]:
         """Return when backward completes the gradients of each unit, from the last moment to the first one.
@@ -63,7 +56,7 @@ class Windows:
         A unit is complete when backward has passed its first use in forward.
         """
         moments_s, used = {}, 0
-        for unit in self.in_order_of_use(workload):
+        for unit in workload.in_order_of_use:
             moments_s[unit.index] = -self.backward_s * used / workload.forward_numel
             used += unit.forward_numel
         return moments_s
@@ -97,7 +90,7 @@ class Windows:
         """Yield when forward starts to use the parameters of each unit, and when it needs the next unit."""
         ready_s = {span.action.unit: span.end_s for span in timeline.spans if span.action.kind in PUBLISHING}
         numel, now_s = workload.forward_numel, 0.0
-        for unit in self.in_order_of_use(workload):
+        for unit in workload.in_order_of_use:
             start_s = max(now_s, ready_s[unit.index])
             now_s = progress.end_s(start_s, self.forward_s * unit.forward_numel / numel)
             yield start_s, now_s

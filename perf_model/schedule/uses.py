@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from perf_model.schedule.cutting import partitions_in
 from perf_model.schedule.workload import Partition, Unit, Workload
@@ -35,20 +36,14 @@ class ParameterUses:
             self._used_numel += numels[name]
         self._repeats = len(self._used_before) < len(known)
 
-    def first_use(self, workload: Workload) -> tuple[int, ...]:
-        """Return the units in the order in which forward first uses them, unused ones last."""
-        return tuple(unit.index for unit in sorted(workload.units, key=self._needed_after))
-
-    def count(self, workload: Workload) -> Workload:
-        """Return ``workload`` with ``used_numel``, or unchanged if no parameter is used again."""
-        if not self._repeats:
-            return workload
-        in_order = self.first_use(workload)
-        needed_after = [self._needed_after(workload.units[index]) for index in in_order]
-        units = list(workload.units)
-        for index, begin, end in zip(in_order, needed_after, [*needed_after[1:], self._used_numel], strict=True):
-            units[index] = replace(units[index], used_numel=end - begin)
-        return Workload(tuple(units))
+    def arrange(self, workload: Workload) -> Workload:
+        """Return ``workload`` with ``first_use``, unused units last, and ``used_numel`` if a parameter is reused."""
+        in_order, units = sorted(workload.units, key=self._needed_after), list(workload.units)
+        if self._repeats:
+            needed_after = [*map(self._needed_after, in_order), self._used_numel]
+            for unit, (begin, end) in zip(in_order, pairwise(needed_after), strict=True):
+                units[unit.index] = replace(unit, used_numel=end - begin)
+        return Workload(tuple(units), first_use=tuple(unit.index for unit in in_order))
 
     def _needed_after(self, unit: Unit) -> int:
         if unit.is_persistent:

@@ -89,14 +89,22 @@ class Unit:
 
 @dataclass(frozen=True)
 class Workload:
-    """The units of one rank in the order of their elements, which cover each sub-group of DeepSpeed's optimizer."""
+    """The units of one rank in the order of their elements, which cover each sub-group of DeepSpeed's optimizer.
+
+    ``first_use`` is the order in which forward first uses them. It defaults to the order of the indices.
+    """
 
     units: tuple[Unit, ...]
+    first_use: tuple[int, ...] | None = None
 
     @classmethod
     def from_numels(cls, numels: Iterable[int]) -> Workload:
         """Return the workload of sub-groups of these lengths, with one unit each."""
         return cls(tuple(Unit(index, (Range(index, 0, numel),)) for index, numel in enumerate(numels)))
+
+    @property
+    def in_order_of_use(self) -> tuple[Unit, ...]:
+        return self.units if self.first_use is None else tuple(self.units[index] for index in self.first_use)
 
     @cached_property
     def sub_group_numels(self) -> tuple[int, ...]:

@@ -167,10 +167,9 @@ class Forecast:
             request = _without_sums(request)
         self.request = replace(request, budgets=self.budgets)
         try:
-            self.chosen = self.request.plan()
+            self.planned = self.request.plan()
         except DoesNotFit as error:
             raise DoesNotFit(error.missing, self._remedy(error.missing)) from None
-        self.planned, self.unit_size = self.chosen.planned, self.chosen.unit_size
         self.predicted = self._with_update(self.planned, self.request)
 
     def _eager_bytes(self, host_bytes: int | None) -> int:
@@ -240,7 +239,7 @@ class Forecast:
     def _placed(self, placements: tuple[Placement, ...]) -> Outcome:
         """Return the iteration of our runtime with these placements, and with the order and slots of training."""
         request, workload = self._of_all_memory, self.planned.plan.workload
-        order = forward_order(workload, placements, request.first_use_of(workload))
+        order = forward_order(workload, placements, workload.first_use)
         plan = UpdatePlan(workload=workload, placements=placements, num_slots=DEFAULT_NUM_SLOTS, order=order)
         if self.budgets.missing(memory_of(plan, request.setup)):
             request = _without_sums(request)
@@ -368,12 +367,6 @@ class Forecast:
     @cached_property
     def bound(self) -> Bound:
         return work_bound(self.planned.plan.workload, self.cost, self.budgets.gpu_bytes, self.request.setup)
-
-    @property
-    def first_use(self) -> tuple[int, ...]:
-        """Return the units in the order in which forward first uses them."""
-        workload = self.planned.plan.workload
-        return self.request.first_use_of(workload) or tuple(range(len(workload.units)))
 
     def speed_up(self, outcome: Outcome) -> float | None:
         """Return how many times as fast as stock ``outcome`` is, or None if one of them cannot run."""

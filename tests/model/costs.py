@@ -67,5 +67,4 @@ def plan_updates(
     windows: Windows = NO_WINDOWS,
     setup: TrainingSetup = DEFAULT_SETUP,
 ) -> PlannedUpdate:
-    _, planned = plan_units(lambda size: workload, [1], cost, budgets, windows, setup, lambda units: windows.first_use)
-    return planned
+    return plan_units(lambda size: workload, [1], cost, budgets, windows, setup)

@@ -126,7 +126,7 @@ def errors_of_4b(*, quick: bool = False) -> Errors:
                 errors["update"].append(predicted.update_s / float(row["step_s"]) - 1)
     for arm, row in ROWS.items():
         forecasted = found[int(arm[-1])]
-        windows = replace(forecasted.windows, first_use=None)
+        windows = forecasted.windows
         placed = placements(float(row["cpu_share"]), float(row["streamed_share"]))
         plan = in_forward_order(plan_of(*placed, num_slots=2, numel=NUMEL // UNITS), None)
         added = evaluate(plan, forecasted.cost, windows, DEFAULT_SETUP).added

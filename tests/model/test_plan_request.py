@@ -45,17 +45,18 @@ def test_shared_parameters_are_needed_in_the_first_pass_and_the_next_ones_after_
     sub_groups: list[list[Partition]], layers: list[Partition], size: int, expected: list[int]
 ) -> None:
     uses = ParameterUses(sub_groups, [partition.name for partition in (EMBEDDING, *layers, HEAD)])
-    # Forward uses as many parameters from the need of each unit to the next unit's.
-    assert [unit.forward_numel for unit in uses.count(cut_into_units(sub_groups, size)).units] == expected
+    # Forward uses as many parameters from the need of each unit to that of the next.
+    assert [unit.forward_numel for unit in uses.arrange(cut_into_units(sub_groups, size)).units] == expected
 
 
 def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_workload() -> None:
     arranged, first_use = Workload.from_numels([10**7 * (3 + number) for number in range(6)]), (3, 1, 5, 0, 2, 4)
     units = {index: replace(arranged.units[place], index=index) for place, index in enumerate(first_use)}
-    stored, overlap = Workload(tuple(units[index] for index in range(6))), Windows(backward_s=0.05, forward_s=0.05)
+    stored = Workload(tuple(units[index] for index in range(6)), first_use)
+    overlap = Windows(backward_s=0.05, forward_s=0.05)
     model, budgets = cost(h2d=25e9, d2h=26e9, gpu=8e10), Budgets(gpu_bytes=1_500_000_000)
     expected = plan_updates(arranged, model, budgets, overlap)
-    planned = plan_updates(stored, model, budgets, replace(overlap, first_use=first_use))
+    planned = plan_updates(stored, model, budgets, overlap)
     assert len(set(expected.plan.placements)) > 1
     assert [planned.plan.placements[index] for index in first_use] == list(expected.plan.placements)
     assert planned.exposed_s == pytest.approx(expected.exposed_s, rel=1e-12)
@@ -103,7 +104,7 @@ def test_gradients_accumulated_in_host_memory_leave_only_rules_on_the_accelerato
     for request in (exactly, replace(without_sums, unit_sizes=sizes)):
         chosen = request.plan()
         assert chosen.plan.numel(Placement.STREAMED) == LAYERS[0][3].numel + LAYERS[0][7].numel
-        assert not request.budgets.missing(chosen.planned.memory)
+        assert not request.budgets.missing(chosen.memory)
     with pytest.raises(DoesNotFit):
         replace(without_sums, budgets=Budgets(gpu_bytes=without_sums.fixed_bytes - 1)).plan()
     small = replace(without_sums, unit_sizes=sizes)

@@ -179,17 +179,17 @@ def test_a_workload_without_units_and_a_placement_that_the_machine_cannot_have_a
 )
 def test_units_are_the_largest_with_which_almost_nothing_is_exposed(forward_s: float, size: int) -> None:
     """Check a forward that hides all but the first unit, which the CPU updates. A thousandth of it is negligible."""
-    found, planned = plan_on_the_cpu(forward_s)
-    assert (found, planned.exposed_s) == (size, pytest.approx(size / 1e9 + 2 * size / 12e9))
+    planned = plan_on_the_cpu(forward_s)
+    assert (planned.unit_size, planned.exposed_s) == (size, pytest.approx(size / 1e9 + 2 * size / 12e9))
 
 
 def test_the_limit_of_simulations_ends_the_descent_but_not_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perf_model.planner, "MAX_SIMULATED_UNITS", 1)
-    # Units smaller than in the grid are not tried any more.
-    assert [plan_on_the_cpu(forward_s)[0] for forward_s in (5.0, 100.0)] == [10_000_000, 70_000_000]
+    # Smaller units than those of the grid are not tried any more.
+    assert [plan_on_the_cpu(forward_s).unit_size for forward_s in (5.0, 100.0)] == [10_000_000, 70_000_000]
 
 
-def plan_on_the_cpu(forward_s: float) -> tuple[int, PlannedUpdate]:
+def plan_on_the_cpu(forward_s: float) -> PlannedUpdate:
     return plan_units(
         lambda size: Workload.from_numels([size] * (2 * 10**9 // size)),
         UNIT_SIZES,

@@ -94,21 +94,21 @@ def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() 
     overlap = Windows(backward_s=3.0, forward_s=3.0)
     assert overlap.completed_s(eager.workload) == pytest.approx({0: 0.0, 1: -1.0, 2: -2.0})
 
-    def starts_s(model: CostModel, windows: Windows) -> dict[str, float]:
-        spans = simulate(eager.schedule, eager.workload, model, windows).spans
+    def starts_s(model: CostModel, workload: Workload = eager.workload) -> dict[str, float]:
+        spans = simulate(eager.schedule, workload, model, overlap).spans
         return {span.action.name: span.start_s for span in spans}
 
-    quick = starts_s(cost(cpu=2e9), overlap)
+    quick = starts_s(cost(cpu=2e9))
     expected = {"CPU_STEP 0": 0.0, "SPECULATE 1": -1.0, "SPECULATE 2": -2.0, "COMMIT 1": 0.5, "COMMIT 2": 0.5}
     assert quick == pytest.approx(expected | {f"PUBLISH {unit}": 0.5 + unit / 6 for unit in range(3)})
     # With 1.5 s each, unit 1 starts when unit 2 is done, and delays unit 0 by 1 s.
-    slow = starts_s(cost(cpu=1 / 1.5e-9), overlap)
+    slow = starts_s(cost(cpu=1 / 1.5e-9))
     assert (slow["SPECULATE 2"], slow["SPECULATE 1"], slow["CPU_STEP 0"]) == pytest.approx((-2.0, -0.5, 1.0))
     # With 2.5 s, unit 1 has not started at second 0, and follows in the order of the schedule.
-    slower = starts_s(cost(cpu=4e8), overlap)
+    slower = starts_s(cost(cpu=4e8))
     assert (slower["SPECULATE 2"], slower["CPU_STEP 0"], slower["SPECULATE 1"]) == pytest.approx((-2.0, 0.5, 3.0))
     # Forward uses unit 2 first, so that unit 0 would be complete first.
-    reverse = starts_s(cost(cpu=2e9), replace(overlap, first_use=(2, 1, 0)))
+    reverse = starts_s(cost(cpu=2e9), replace(eager.workload, first_use=(2, 1, 0)))
     assert (reverse["SPECULATE 1"], reverse["SPECULATE 2"]) == pytest.approx((-1.0, 0.5))
 
 

@@ -144,7 +144,7 @@ def test_a_plan_with_states_on_disk_is_bound_by_the_disk_and_hides_reads_and_wri
     cost = CostModel.from_profile(profile()).with_disk(DISK, SIXTEEN_BIT)
     no_gpu = Budgets(gpu_bytes=0)
     request = PlanRequest(sub_groups=placed, unit_sizes=(5 * MILLION,), cost=cost, budgets=no_gpu, windows=Windows())
-    planned = request.plan().planned
+    planned = request.plan()
     bound = work_bound(planned.plan.workload, cost, 0)
     numel = planned.plan.workload.on_disk_numel
     assert bound.binding is Resource.DISK
@@ -152,7 +152,7 @@ def test_a_plan_with_states_on_disk_is_bound_by_the_disk_and_hides_reads_and_wri
     assert bound.seconds <= planned.update_s <= 1.3 * bound.seconds
     # Each of the three slots holds two layers.
     unit_bytes = 12 * 8 * MILLION
-    overlapped = replace(request, windows=Windows(backward_s=5.0, forward_s=0.001)).plan().planned
+    overlapped = replace(request, windows=Windows(backward_s=5.0, forward_s=0.001)).plan()
     hidden_s = planned.exposed_s - overlapped.exposed_s
     assert 3 * unit_bytes / 6e9 < hidden_s < 3 * unit_bytes / 6e9 + 3 * unit_bytes / 4e9
 

@@ -151,9 +151,7 @@ def _predict(
     windows: Windows,
 ) -> PredictedUpdate:
     if uses is not None:
-        in_forward = ParameterUses(sub_groups, uses)
-        windows = replace(windows, first_use=in_forward.first_use(plan.workload))
-        plan = replace(plan, workload=in_forward.count(plan.workload))
+        plan = replace(plan, workload=ParameterUses(sub_groups, uses).arrange(plan.workload))
     # Without an accelerator, model and update use the same cores: nothing can be hidden.
     usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)

@@ -224,7 +224,7 @@ class GpuMemory:
             try:
                 found = self._request.plan()
                 windows, before = self._request.windows, self._request.evaluate(self._running.plan).added
-                added = found.planned.added
+                added = found.added
                 if must_move or added.total_s < (1 - LITTLE_GAIN) * before.total_s:
                     log.info(
                         f"{reason}, {windows}, predicted to add to an iteration {seconds(before.total_s)} -> "
