@@ -15,17 +15,23 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
 
-def read_text(path: Path) -> str:
-    """Return the UTF-8 text of the file ``path``. Raise ``OSError`` or ``ValueError``."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {MAX_FILE_BYTES / 1e6:,.0f} MB")
-    # Some editors write a byte order mark, which is not part of the text.
-    return path.read_text(encoding="utf-8-sig")
+def read_text(path: Path, rule: str, remedy: str, error: type[ValueError]) -> str:
+    """Return the UTF-8 text of the file ``path``. Raise ``error`` with the rule, the reason and the remedy."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES / 1e6:,.0f} MB")
+        # Some editors write a byte order mark, which is not part of the text.
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as found:
+        raise error(f"{rule}, found {printable(path)}: {reason(found)}.\n{remedy}") from None
 
 
-def parse_json(text: str) -> Any:
-    """Return the value that ``text`` spells. Raise ``ValueError`` unless it is JSON without repeated keys."""
-    return json.loads(text, object_pairs_hook=_object)
+def parse_json(text: str, rule: str, remedy: str, error: type[ValueError]) -> Any:
+    """Return the value that ``text`` spells. Raise ``error`` unless it is JSON without repeated keys."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as found:
+        raise error(f"{rule}, found other text: {found}.\n{remedy}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -35,7 +41,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def reason(error: OSError | ValueError | RecursionError) -> str:
+def reason(error: OSError | ValueError) -> str:
     """Return the reason why a file cannot be read, without the name of the file."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from perf_model.cli import screen
 from perf_model.cli.inputs import read_inputs
-from perf_model.cli.machine_options import FIGURES, check_figure
 from perf_model.cli.plan_command import MAX_ROWS, fixed_seconds
 from perf_model.cli.plan_json import deepspeed_config
 from perf_model.cluster.layouts import LAYOUT, layouts_of, parts_of, predict_layouts, tensor_parallel_sizes
@@ -96,9 +95,8 @@ def _with_network(
     rates: dict[str, float | None] = {}
     origins: dict[str, str] = {}
     for name, option, ranks in ((between, "network_gb_per_s", nodes), (inside, "node_gb_per_s", job.ranks_on_node)):
-        if (given := getattr(options, option)) is not None:
-            check_figure(f"--{option.replace('_', '-')}", given, FIGURES["network_gb_per_s"])
         if ranks > 1:
+            given = getattr(options, option)
             rates[name] = profile.get(name) if given is None else given * GB
             origins[name] = known if given is None else "given, not measured"
     if nodes > 1 and rates[between] is None:

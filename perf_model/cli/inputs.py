@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from perf_model.cli.machine_options import read_machine
 from perf_model.json_input import parse_json, printable, read_text, reason
 from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.cost import DiskRates
-from perf_model.prediction.hardware import HardwareProfile
+from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
-from perf_model.presets.machines import MachinePreset
+from perf_model.presets.machines import ALIASES, FIGURES, MACHINES, MachinePreset, find_machine
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.placement import Placement
-from perf_model.schedule.rules import NO_RULES, PlacementRules, RulesError
+from perf_model.schedule.rules import EXAMPLE, NO_RULES, PlacementRules, RulesError
 from perf_model.training_run.decoder import generic_model
 from perf_model.training_run.forecast import Forecast, MemoryLimits, Overlap
 from perf_model.training_run.hf_config import read_hf_config
@@ -62,6 +63,29 @@ def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> 
         return [_inputs(options, machine, _job(options, shape, rules, *size)) for size in sizes]
     except RulesError as error:
         raise ModelError(f"--rules {options.rules}: {error}") from None
+
+
+def read_machine(options: argparse.Namespace) -> MachinePreset | HardwareProfile:
+    """Return the preset with the figures that the user gave, or the profile in the file. Raise ``ProfileError``."""
+    changes = {name: value for name in FIGURES if (value := getattr(options, name)) is not None}
+    preset = find_machine(options.profile)
+    if preset is not None:
+        return preset.changed(changes) if changes else preset
+    if changes:
+        rule = f"--{next(iter(changes)).replace('_', '-')}: changes a preset, found the profile {options.profile}"
+        raise ProfileError(f"{rule}.\nLeave it out, or plan for a preset: {', '.join(MACHINES)}.")
+    try:
+        return HardwareProfile.read(Path(options.profile))
+    except ProfileError as error:
+        # Path.exists would raise for a text that no path can be.
+        if os.path.exists(options.profile):
+            raise
+        near = get_close_matches(options.profile.lower(), (*MACHINES, *ALIASES), n=3) or (*MACHINES, *ALIASES)
+        figures = ", ".join(f"--{name.replace('_', '-')}" for name in FIGURES)
+        raise ProfileError(
+            f"{error}\nOr plan for a preset: {', '.join(near)}. plan --list describes all. For another machine, change "
+            f"the figures of one: {figures}, --gpu-memory-gb."
+        ) from None
 
 
 def _job(
@@ -127,13 +151,19 @@ def _inputs(options: argparse.Namespace, machine: MachinePreset | HardwareProfil
     )
 
 
-def _read_rules(path: Path) -> PlacementRules:
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Raise ``ModelError`` if the file of ``option`` cannot be written inside."""
     try:
-        value = parse_json(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        rule = f"--rules: must be a readable file with a JSON list, found {printable(path)}: {reason(error)}."
-        raise ModelError(f'{rule}\nFor example: [{{"match": "lm_head.*", "states": "resident"}}]') from None
-    return PlacementRules.from_json(value)
+        yield
+    except (OSError, ValueError) as error:
+        rule = f"{option}: must be a file that can be written, found {printable(path)}: {reason(error)}"
+        raise ModelError(f"{rule}.\nName another file.") from None
+
+
+def _read_rules(path: Path) -> PlacementRules:
+    rule, remedy = "--rules: must be a readable file with a JSON list", f"For example: [{EXAMPLE}]"
+    return PlacementRules.from_json(parse_json(read_text(path, rule, remedy, ModelError), rule, remedy, ModelError))
 
 
 def _check_rules(job: Job, profile: HardwareProfile) -> None:

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf_model.cli.explanation import explain, unit_rows
-from perf_model.cli.inputs import Inputs, read_inputs
+from perf_model.cli.inputs import Inputs, read_inputs, writing
 from perf_model.cli.plan_json import deepspeed_config, to_json_dict
 from perf_model.cli.remedies import remedy_for
 from perf_model.cli.screen import new_table, progress, show, tables
-from perf_model.json_input import printable, reason
+from perf_model.json_input import printable
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.micro_batch import Overheads
-from perf_model.training_run.model import ModelError
 from perf_model.units import (
     DIGITS,
     billions,
@@ -246,16 +245,13 @@ def _units(found: Forecast) -> Iterator[str | Table]:
 
 
 def _write_timeline(found: Forecast, path: Path) -> None:
-    """Write a trace or a picture, by the suffix. Raise ``ModelError`` if writing fails."""
+    """Write a trace or a picture, by the suffix."""
     from perf_model.prediction.draw import draw
 
     plan, timeline = found.planned.plan, found.planned.timeline
     phases = found.windows.phases(timeline, plan.workload, found.cost)
-    try:
+    with writing("--timeline", path):
         if path.suffix == ".json":
             timeline.write_chrome_trace(path, phases)
         else:
             draw(timeline, path, str(plan), phases)
-    except (OSError, ValueError) as error:
-        rule = f"--timeline: must be a file that can be written, found {printable(path)}: {reason(error)}"
-        raise ModelError(f"{rule}.\nName another file.") from None

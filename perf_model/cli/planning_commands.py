@@ -14,12 +14,12 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import NoReturn
 
-from perf_model.cli.machine_options import FIGURES, list_machines
+from perf_model.cli.screen import show, tables
 from perf_model.json_input import shorten
 from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES, DoesNotFit
-from perf_model.presets.machines import MACHINES
+from perf_model.presets.machines import ALIASES, FIGURES, MACHINES, REACHED_SHARE
 from perf_model.presets.models import MODELS
 from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.training_run.job import DEFAULT_SUB_GROUP_SIZE
@@ -28,6 +28,8 @@ from perf_model.training_run.training_memory import SCORE_BYTES
 from perf_model.units import GB
 
 PICTURES = (".png", ".svg", ".pdf")
+
+LIST_HELP = "list the presets of machines with their figures, and exit"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -67,7 +69,7 @@ def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._S
     """
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument("--version", action="version", version=installed_version() or "not installed")
-    parser.add_argument("--list", action=_ListMachines)
+    parser.add_argument("--list", action=_ListMachines, nargs=0, help=LIST_HELP)
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(metavar="command")
     _add_plan(commands)
@@ -121,7 +123,7 @@ def _add_cluster(commands: argparse._SubParsersAction[CommandParser]) -> None:
     micro = "micro-batches to compare, in sequences, or 'auto', the default: all that divide the global batch"
     add("--micro-batches", type=_positive_integers_or_auto, metavar="SIZES", help=micro)
     inside = "rate at which one GPU receives from others of its node; default: as in the profile, or the link's rate"
-    add("--node-gb-per-s", type=float, metavar="GB", help=inside)
+    add("--node-gb-per-s", type=_type_of("network_gb_per_s"), metavar="GB", help=inside)
     cluster.set_defaults(tensor_parallel=1, accumulation=1, states="fp32")
     _add_limits(cluster)
     add("--json", action="store_true", help="print JSON; host bytes are per node")
@@ -133,11 +135,10 @@ def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str,
     add = parser.add_argument
     profile = "the machine: a JSON file written by 'deep-opt-states profile', or a preset: "
     add("--profile", required=True, help=profile + ", ".join(MACHINES))
-    parser.add_argument("--list", action=_ListMachines)
+    add("--list", action=_ListMachines, nargs=0, help=LIST_HELP)
     for key, figure in FIGURES.items():
-        kind, metavar = (int, None) if key == "cores" else (float, "GB")
-        about = f"{figure.meaning}; default: as in the preset"
-        add(f"--{key.replace('_', '-')}", type=kind, metavar=metavar, help=about)
+        metavar, about = None if key == "cores" else "GB", f"{figure.meaning}; default: as in the preset"
+        add(f"--{key.replace('_', '-')}", type=_type_of(key), metavar=metavar, help=about)
     model = parser.add_mutually_exclusive_group(required=True)
     named = "a config.json of Hugging Face, a folder with one, a name in the cache of Hugging Face, or a preset: "
     model.add_argument("--model", help=named + ", ".join(MODELS))
@@ -194,13 +195,27 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 class _ListMachines(argparse.Action):
-    def __init__(self, option_strings: list[str], dest: str) -> None:
-        about = "list the presets of machines with their figures, and exit"
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=about)
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """List the presets, and raise ``SystemExit(0)``."""
-        list_machines()
+        headers = ("preset", "GPU", "GPU GB", "peak TFLOPS", "link GB/s", "peers GB/s", "network GB/s")
+        rows = []
+        for preset in MACHINES.values():
+            figures = (
+                preset.gpu_memory_bytes / GB,
+                preset.peak_flops / 1e12,
+                REACHED_SHARE * preset.link_bytes_per_s / GB,
+                preset.peer_bytes_per_s / GB,
+                preset.network_bytes_per_s / GB,
+                preset.cores,
+                preset.host_bytes_per_s / GB,
+                preset.host_memory_bytes / GB,
+            )
+            rows.append((preset.name, preset.gpu, *(f"{figure:,.4g}" for figure in figures)))
+        for table in tables((*headers, "cores", "host GB/s", "host GB"), rows, 1, left=headers[:2]):
+            show(table)
+        names = ", ".join(f"{alias} is {name}" for alias, name in ALIASES.items())
+        print(f"\nLink, peers and network are per GPU and direction, cores and host per node. {names}.\nSources:")
+        for preset in MACHINES.values():
+            print(f"  {preset.name}: {preset.source}")
         parser.exit()
 
 
@@ -221,9 +236,15 @@ def _exit_code(name: str, options: argparse.Namespace) -> int:
     return code
 
 
-def _number(text: str, what: str, low: float, high: float) -> float:
+def _type_of(key: str) -> Callable[[str], float]:
+    """Return the type of an option with a figure of a machine."""
+    kind, (low, high, *_) = int if key == "cores" else float, FIGURES[key]
+    return partial(_number, what="a number", low=low, high=high, kind=kind)
+
+
+def _number(text: str, what: str, low: float, high: float, kind: Callable[[str], float] = float) -> float:
     try:
-        value = float(text)
+        value = kind(text)
     except ValueError:
         value = math.nan
     if not low <= value <= high:

@@ -6,12 +6,10 @@ import argparse
 import csv
 from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
 
-from perf_model.cli.inputs import Inputs, read_inputs
+from perf_model.cli.inputs import Inputs, read_inputs, writing
 from perf_model.cli.plan_command import fixed_seconds
 from perf_model.cli.screen import progress, show
-from perf_model.json_input import printable, reason
 from perf_model.prediction.memory import DoesNotFit
 from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
@@ -64,7 +62,10 @@ def run(options: argparse.Namespace) -> int:
     for sentences in dict.fromkeys(comparison(each.profile, each.job) for each in inputs):
         show(sentences)
     if options.csv is not None:
-        _write(rows, options.csv)
+        with writing("--csv", options.csv), options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
     return 0 if fitting else 1
 
 
@@ -90,17 +91,6 @@ def _row(inputs: Inputs) -> SweepRow:
         "gpu_peak_bytes": found.memory.gpu_bytes,
         "host_bytes": found.memory.host_bytes,
     }
-
-
-def _write(rows: list[SweepRow], path: Path) -> None:
-    try:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-    except (OSError, ValueError) as error:
-        rule = f"--csv: must be a file that can be written, found {printable(path)}: {reason(error)}"
-        raise ModelError(f"{rule}.\nName another file.") from None
 
 
 def _cell(column: str, value: str | int | float | None) -> str:

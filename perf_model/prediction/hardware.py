@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from perf_model.json_input import parse_json, printable, read_text, reason, shorten
+from perf_model.json_input import parse_json, printable, read_text, shorten
 
 VERSION = 2
 
@@ -248,10 +248,7 @@ class HardwareProfile:
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
         """Return the profile in ``text``. Raise ``ProfileError`` if it is not a profile of this version."""
-        try:
-            raw = parse_json(text)
-        except (ValueError, RecursionError) as error:
-            raise ProfileError(f"A profile must be JSON, found other text: {error}.\n{_REMEDY}") from None
+        raw = parse_json(text, "A profile must be JSON", _REMEDY, ProfileError)
         if not isinstance(raw, dict) or (version := raw.pop("version", "nothing")) != VERSION:
             raise _error("version", f"must be the integer {VERSION}", version if isinstance(raw, dict) else raw)
         try:
@@ -270,13 +267,7 @@ class HardwareProfile:
     @classmethod
     def read(cls, path: Path) -> HardwareProfile:
         """Return the profile in the file ``path``. Raise ``ProfileError`` if it cannot be read."""
-        try:
-            text = read_text(path)
-        except (OSError, ValueError) as error:
-            raise ProfileError(
-                f"A profile must be a readable file, found {printable(path)}: {reason(error)}.\n{_REMEDY}"
-            ) from None
-        return cls.from_json(text)
+        return cls.from_json(read_text(path, "A profile must be a readable file", _REMEDY, ProfileError))
 
 
 def _measurement(raw: Mapping[str, Any]) -> Measurement:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perf_model.prediction.cost import CPU_ADAM, gpu_step_bytes, stock_traffic_by_action, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile, Measurement, Provenance
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.host_layout import WIDTHS_OF_STATES
 from perf_model.training_run.micro_batch import TRAINING_SHARE
+from perf_model.units import GB
 
 TABLE = Path(__file__).with_name("machines.csv")
 """One line per node, with the fields of ``MachinePreset``.
@@ -37,6 +38,23 @@ _ASSUMED = (
     "host memory and cores of a common server with this GPU, pageable copies, matrix products at 50% of the peak, "
     "network and the rate of both directions together are assumed"
 )
+
+
+class Figure(NamedTuple):
+    """A figure of a machine that a user may give, its bounds, and the ``field`` of a preset that it replaces."""
+
+    low: float
+    high: float
+    field: str
+    meaning: str
+
+
+FIGURES = {
+    "cores": Figure(1, 10**5, "cores", "cores of a node"),
+    "host_bandwidth_gb_per_s": Figure(1, 2500, "host_bytes_per_s", "bandwidth of a node's host memory that is reached"),
+    "link_gb_per_s": Figure(0.3, 2000, "link_bytes_per_s", "rate of copies between host and one GPU, per direction"),
+    "network_gb_per_s": Figure(1e-3, 1e4, "network_bytes_per_s", "rate at which one GPU receives from other nodes"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +88,17 @@ class MachinePreset:
         reached = f"{texts['specified_by']}, {REACHED_SHARE:.0%} of which are assumed to be reached"
         source = f"{reached}; {texts['other_sources'] or _ASSUMED}"
         return cls(name=texts["name"], gpu=texts["gpu"], source=source, **figures)
+
+    def changed(self, figures: Mapping[str, float]) -> MachinePreset:
+        """Return the preset with ``figures`` that the user gave, by their names in ``FIGURES``."""
+        named = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+        values: dict[str, Any] = {
+            FIGURES[name].field: value if name == "cores" else value * GB for name, value in figures.items()
+        }
+        if "link_bytes_per_s" in values:
+            # A preset contains the specified rate, and the user gives the rate that copies reach.
+            values["link_bytes_per_s"] /= REACHED_SHARE
+        return replace(self, source=f"{self.source}; given by the user: {named}", **values)
 
     @property
     def peer_bytes_per_s(self) -> float:

@@ -22,7 +22,8 @@ States = Literal["cpu", "streamed", "resident", "planned"]
 _KEYS = ("match", "states")
 _ON_ACCELERATOR = ("gpu", "cuda", "device", "accelerator", "vram", "hbm")
 _OTHER_WORDS = {"cpu": ("host", "ram", "offload", "pinned"), "planned": ("auto", "default", "fastest", "best")}
-_EXAMPLE = 'For example: {"match": "lm_head.*", "states": "resident"}.'
+EXAMPLE = '{"match": "lm_head.*", "states": "resident"}'
+_FOR_EXAMPLE = f"For example: {EXAMPLE}."
 
 
 class RulesError(ValueError):
@@ -61,7 +62,7 @@ class PlacementRules:
     def from_json(cls, value: object) -> PlacementRules:
         """Return the rules in a list of JSON objects. Raise ``RulesError`` if one is invalid."""
         if not isinstance(value, list) or not value:
-            raise RulesError("", "must be a list of rules", shorten(value), f"Give a list of objects. {_EXAMPLE}")
+            raise RulesError("", "must be a list of rules", shorten(value), f"Give a list of objects. {_FOR_EXAMPLE}")
         return cls(tuple(_parse(f"[{number}]", rule) for number, rule in enumerate(value)))
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -112,14 +113,14 @@ NO_RULES = PlacementRules()
 
 def _parse(key: str, rule: object) -> PlacementRule:
     if not isinstance(rule, Mapping):
-        raise RulesError(key, "must be an object if another entry is one", shorten(rule), _EXAMPLE)
+        raise RulesError(key, "must be an object if another entry is one", shorten(rule), _FOR_EXAMPLE)
     for unknown in rule.keys() - set(_KEYS):
         remedy = did_you_mean(unknown, {name: f'"{name}"' for name in _KEYS}) or "A rule has the keys match and states."
         shown = f"{key}.{printable(unknown, 100)}"
         raise RulesError(shown, "is not a known key of a rule", shorten(rule[unknown]), remedy)
     for required in _KEYS:
         if required not in rule:
-            raise RulesError(f"{key}.{required}", "is required", "nothing", _EXAMPLE)
+            raise RulesError(f"{key}.{required}", "is required", "nothing", _FOR_EXAMPLE)
     match, states = rule["match"], rule["states"]
     patterns = match if isinstance(match, list) else [match]
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):

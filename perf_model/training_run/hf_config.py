@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from perf_model.json_input import parse_json, printable, read_text, reason, shorten
+from perf_model.json_input import parse_json, printable, read_text, shorten
 from perf_model.training_run.model import (
     LAST_PRODUCTS,
     MAX_SIZES,
@@ -41,20 +41,13 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exp
 
 def read_hf_config(path: Path, name: str | None = None) -> ModelShape:
     """Return the shape of the model at ``path``, named as its folder by default. Raise ``ModelError`` if unusable."""
-    try:
-        text = read_text(path)
-    except (OSError, ValueError) as error:
-        rule = f"A model must be a preset or a readable config.json, found {printable(path)}: {reason(error)}"
-        raise ModelError(f"{rule}.\n{_REMEDY}") from None
+    text = read_text(path, "A model must be a preset or a readable config.json", _REMEDY, ModelError)
     return parse_hf_config(text, name=name or path.parent.name or path.stem)
 
 
 def parse_hf_config(text: str, name: str) -> ModelShape:
     """Return the shape of the model with the config ``text``. Raise ``ModelError`` if it is not usable."""
-    try:
-        values = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"A model's config must be JSON, found a text that is not: {error}.\n{_REMEDY}") from None
+    values = parse_json(text, "A model's config must be JSON", _REMEDY, ModelError)
     if not isinstance(values, dict):
         raise ModelError(f"A model's config must be an object, found {shorten(values)}.\n{_REMEDY}")
     family = values.get("model_type")
