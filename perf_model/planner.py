@@ -7,8 +7,8 @@ preferably those that forward needs late. The rest is streamed (S)::
 
 A grid of such placements is simulated for units of medium size. Coordinate descent then changes one value at a time:
 the unit size, the slots, the share on the CPU, how late it is, and the residents. If there is host memory for eager
-units, those that backward completes first become eager, and the descent continues from the best shares of those of the
-CPU and of the streamed ones. Nothing depends on the clock or on chance, so that every rank finds the same plan.
+units, those that backward completes first become eager, and the descent continues from the best shares of CPU units
+and of streamed ones. Nothing depends on the clock or on chance, so that every rank finds the same plan.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class PlannedUpdate:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds in which the model waits for the update."""
         return self.added.exposed_s
 
     @property
@@ -148,7 +147,7 @@ class _Choice:
 
 
 _Seconds = tuple[float, float, int]
-"""The seconds that the iteration grows by, those of the update and the number of slots, by which plans compare."""
+"""The seconds that the iteration grows by, the seconds of the update and the number of slots: plans are compared so."""
 
 _NEVER: _Seconds = (float("inf"), float("inf"), 0)
 

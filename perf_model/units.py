@@ -11,7 +11,6 @@ DIGITS = 2
 
 
 def gigabytes(size_bytes: float) -> str:
-    """Return the size in GB with one decimal place."""
     return f"{size_bytes / GB:,.1f} GB"
 
 
@@ -68,7 +67,6 @@ def _without_exponent(rate: float) -> str:
 
 
 def billions(count: float) -> str:
-    """Return the count in billions with two decimal places."""
     return f"{count / 1e9:.2f} B"
 
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 from perf_model.cli.inputs import Inputs, read_inputs
 from perf_model.cli.planning_commands import new_program
 from perf_model.prediction.memory import DoesNotFit, MemoryUse
-from perf_model.prediction.network import Network
 from perf_model.training_run.forecast import Forecast, Infeasible, Outcome
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, Overheads, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, Network, Overheads, PhaseRates
 from perf_model.units import DIGITS, seconds, significant, size
 
 SSD_GB_PER_S = (6.5, 5.0)

@@ -17,13 +17,13 @@ from benchmarks.published.updates import (
     updated_parameters,
     workload_of,
 )
-from perf_model.prediction.network import Network
 from perf_model.schedule.plan import UpdatePlan
 from perf_model.schedule.workload import FP32_BYTES
 from perf_model.training_run.micro_batch import (
     PARAM_BYTES,
     GradientPath,
     MicroBatch,
+    Network,
     Overheads,
     PhaseRates,
 )

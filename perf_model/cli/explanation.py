@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import groupby
 
 from perf_model.cli.inputs import Inputs
-from perf_model.prediction.cost import CPU_ADAM, Resource, cpu_adam_params_per_s, traffic_by_action
+from perf_model.prediction.cost import CPU_ADAM, USES_OF_DISK, Resource, cpu_adam_params_per_s, traffic_by_action
 from perf_model.prediction.hardware import HardwareProfile, Measurement
 from perf_model.schedule.action import ActionKind
 from perf_model.schedule.cutting import partitions_in
+from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Unit
@@ -25,8 +26,8 @@ NOTICED_SHARE = 0.001
 def busy_s(found: Forecast) -> dict[Resource, float]:
     """Return the seconds for which the update keeps each resource busy."""
     plan, cost = found.planned.plan, found.cost
-    each_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
-    on_disk_s = cost.busy_s_on_disk(plan.workload.on_disk_numel)
+    each_s = {placement: cost.busy_s(CHAINS[placement]) for placement in cost.placements}
+    on_disk_s = cost.busy_s(USES_OF_DISK, plan.workload.on_disk_numel)
     return {
         resource: disk_s + sum(plan.numel(placement) * of_one[resource] for placement, of_one in each_s.items())
         for resource, disk_s in on_disk_s.items()
@@ -42,7 +43,7 @@ def explain(found: Forecast, inputs: Inputs) -> Iterator[str]:
     for placement in found.cost.placements:
         if not (count := plan.placements.count(placement)):
             continue
-        of_one_s = found.cost.busy_s_per_param(placement)
+        of_one_s = found.cost.busy_s(CHAINS[placement])
         busiest = max(of_one_s, key=lambda resource: of_one_s[resource])
         share = percent(total_s[busiest] / update_s)
         full = f"{busiest.value} in use for {share} of the update"

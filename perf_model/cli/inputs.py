@@ -36,6 +36,11 @@ MOST_RANKS_PER_NODE = 8
 CONFIG_OPTIONS = ("unit_size", "gpu_memory_gb", "host_memory_gb", "gpu_memory_margin_gb", "sub_group_size")
 """The options that are written to the config only if the user gave them."""
 
+FIELDS_OF_OPTIONS = (
+    *("sequence", "accumulation", "offload_param", "trainable_share", "tensor_parallel", "attention", "states"),
+)
+"""The options with the names and values of fields of ``Job``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -101,16 +106,10 @@ def _job(
         world_size=world_size,
         ranks_per_node=ranks_per_node,
         micro_batch=micro_batch,
-        sequence=options.sequence,
         recompute=not options.no_recompute,
-        accumulation=options.accumulation,
-        offload_param=options.offload_param,
-        trainable_share=options.trainable_share,
-        tensor_parallel=options.tensor_parallel,
-        attention=options.attention,
         sub_group_size=DEFAULT_SUB_GROUP_SIZE if options.sub_group_size is None else options.sub_group_size,
         rules=rules,
-        states=options.states,
+        **{name: getattr(options, name) for name in FIELDS_OF_OPTIONS},
     )
 
 

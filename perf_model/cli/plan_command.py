@@ -20,17 +20,7 @@ from perf_model.presets.comparison import comparison
 from perf_model.schedule.placement import Placement
 from perf_model.training_run.forecast import Forecast, Infeasible
 from perf_model.training_run.micro_batch import Overheads
-from perf_model.units import (
-    DIGITS,
-    billions,
-    counted,
-    gigabytes_per_second,
-    percent,
-    seconds,
-    significant,
-    size,
-    size_of,
-)
+from perf_model.units import DIGITS, billions, counted, gigabytes_per_second, seconds, significant, size, size_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -184,7 +174,7 @@ def _comparison(found: Forecast) -> Iterator[str | Table]:
                 TITLES.get(name, name),
                 *(seconds(part_s, DIGITS) for part_s in parts_s),
                 significant(outcome.tokens_per_s, DIGITS),
-                "-" if outcome.mfu is None else percent(outcome.mfu),
+                "-" if outcome.mfu is None else f"{outcome.mfu:.0%}",
                 "-" if speed_up is None else f"{significant(speed_up, DIGITS)}x",
             ]
             rows.append(row)
@@ -209,7 +199,7 @@ def fixed_seconds(overheads: Overheads) -> str:
     if overheads.cpu_slowdown > 0:
         hooks = (
             f"; the plugin's hooks take {seconds(overheads.hooks_s, DIGITS)} more in forward, and the model has "
-            f"{percent(1 - overheads.cpu_slowdown)} of its speed during updates on the CPU, which is counted in forward"
+            f"{1 - overheads.cpu_slowdown:.0%} of its speed during updates on the CPU, which is counted in forward"
         )
     return (
         f"the host takes at least {forward_s} per module in forward, {backward_s} in backward and {step_s} in step()"

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import NoReturn
@@ -41,25 +41,21 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def installed_version() -> str | None:
-    """Return the version of the installed package, None where it is not installed."""
     try:
         return metadata.version("deep_opt_states")
     except metadata.PackageNotFoundError:
         return None
 
 
-def interruptible(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Wrap the main function of a program, so that Ctrl-C ends it with one line on stderr and the exit code 130."""
-
-    @wraps(main)
-    def run(arguments: Sequence[str] | None = None) -> int:
-        try:
-            return main(arguments)
-        except KeyboardInterrupt:
-            print("\nInterrupted by Ctrl-C.", file=sys.stderr)
-            return 128 + signal.SIGINT
-
-    return run
+def run_program(parser: CommandParser, arguments: Sequence[str] | None) -> int:
+    """Run the command in ``arguments`` and return its exit code. Ctrl-C ends it with one line on stderr."""
+    try:
+        options = parser.parse_args(arguments)
+        code: int = options.run(options) or 0
+        return code
+    except KeyboardInterrupt:
+        print("\nInterrupted by Ctrl-C.", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._SubParsersAction[CommandParser]]:
@@ -84,11 +80,10 @@ def _add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
     add, ranks = plan.add_argument, plan.add_mutually_exclusive_group()
     ranks.add_argument("--world-size", type=int, help="ranks, one per GPU")
     ranks.add_argument("--nodes", type=int, help="nodes, instead of --world-size; default: 1")
-    _add_accumulation(plan)
+    _add_accumulation_and_states(plan)
     add("--micro-batch", type=int, default=1, help="sequences in one micro-batch of a rank; default: %(default)s")
     tensor_parallel = "ranks of a node that divide the matrices of each layer (AutoTP); default: %(default)s"
     add("--tensor-parallel", type=int, default=1, metavar="RANKS", help=tensor_parallel)
-    _add_states(plan)
     _add_limits(plan)
     add("--json", action="store_true", help="print JSON; host and pinned bytes are per node")
     add("--units", action="store_true", help="print the units with their placements")
@@ -103,8 +98,7 @@ def _add_sweep(commands: argparse._SubParsersAction[CommandParser]) -> None:
     sweep.add_argument("--world-sizes", type=_positive_integers, required=True, help="for example 1,2,4,8")
     sweep.add_argument("--micro-batches", type=_positive_integers, required=True, help="for example 1,2,4")
     _add_limits(sweep)
-    _add_accumulation(sweep)
-    _add_states(sweep)
+    _add_accumulation_and_states(sweep)
     sweep.set_defaults(tensor_parallel=1)
     sweep.add_argument("--csv", type=Path, help="the file to write the rows to")
 
@@ -163,12 +157,9 @@ def _add_command(commands: argparse._SubParsersAction[CommandParser], name: str,
     return parser
 
 
-def _add_accumulation(parser: argparse.ArgumentParser) -> None:
+def _add_accumulation_and_states(parser: argparse.ArgumentParser) -> None:
     accumulation = "micro-batches per step, with one update; default: %(default)s"
     parser.add_argument("--accumulation", type=int, default=1, help=accumulation)
-
-
-def _add_states(parser: argparse.ArgumentParser) -> None:
     states = "master weights and moments: fp32, bf16 masters, or both bf16 (keys of DeepSpeed's bf16); default: fp32"
     parser.add_argument("--states", choices=tuple(WIDTHS_OF_STATES), default="fp32", help=states)
 

@@ -13,7 +13,6 @@ from perf_model.training_run.model import ModelError, require_integer
 
 MICRO_BATCHES = range(1, 65)
 
-
 LAYOUT = ("tensor_parallel", "data_parallel", "micro_batch", "accumulation")
 """The attributes of a job that differ between layouts of one global batch."""
 

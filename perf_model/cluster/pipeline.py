@@ -25,10 +25,7 @@ GRADIENT_BYTES, STATE_BYTES = 4, 12
 
 
 class PipelineLayout(NamedTuple):
-    """A layout of Megatron-LM with its predicted iteration.
-
-    Each GPU runs ``chunks`` parts of the model (section 2.2.2), and idles for ``bubble`` times its compute time.
-    """
+    """A layout in which each GPU runs ``chunks`` parts of the model, and idles ``bubble`` times its compute time."""
 
     tensor_parallel: int
     stages: int

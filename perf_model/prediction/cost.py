@@ -1,12 +1,11 @@
 """Model the cost of an action: the time that it takes alone, and the amount of each shared resource that it uses.
 
-Actions that overlap share resources. ``relative_speeds`` computes their slowdown from the amounts.
 ``docs/dev/performance_model.md`` explains the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -24,6 +23,7 @@ COPIES_PER_ACTION = {ActionKind.PREFETCH: 3, ActionKind.FLUSH_STATES: 3, ActionK
 
 UPDATES_ON_CPU = (ActionKind.CPU_STEP, ActionKind.SPECULATE)
 UPDATES_ON_GPU = (ActionKind.GPU_STEP, ActionKind.GPU_SPECULATE)
+USES_OF_DISK = (ActionKind.READ, ActionKind.WRITE)
 
 CPU_ADAM = {
     (4, 4): "cpu_adam_params_per_s",
@@ -70,11 +70,9 @@ def gpu_step_bytes(widths: Widths = SIXTEEN_BIT) -> int:
 def traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, BytesPerParam]:
     """Return the bytes per parameter that our runtime moves in each kind of action.
 
-    CPU_STEP is one pass. It reads and writes p, m and v, reads the gradient, and writes rounded parameters. If nothing
-    is published, it writes the model's parameters in any case, and GPU_STEP copies them down. SPECULATE is the same
-    pass to the other version of the states, without the model's parameters, and COMMIT moves nothing. If nothing is
-    published, COMMIT also stands for the copy of an eager unit's parameters to the model, since PUBLISH has no cost
-    there.
+    CPU_STEP is one pass. It reads and writes p, m and v, reads the gradient, and writes rounded parameters. SPECULATE
+    is the same pass to the other version of the states. If nothing is published, CPU_STEP and COMMIT write the model's
+    parameters, and GPU_STEP copies them down.
     """
     staged = widths.states
     published, copied_down = (widths.param, 0) if widths.publishes else (0, widths.param)
@@ -99,8 +97,7 @@ def stock_traffic_by_action(widths: Widths = SIXTEEN_BIT) -> dict[ActionKind, By
 
     Its CPU update takes three passes: the gradient, in the dtype of the masters, is scaled in place (8 if they are
     fp32), Adam reads and writes (28), and the parameter is rounded (4 read, 2 written). It publishes from pageable
-    memory, which the driver first copies to pinned memory. With ``offload_param``, the rounded parameters stay in host
-    memory.
+    memory, which the driver first copies to pinned memory.
     """
     published = widths.param if widths.publishes else 0
     rounding = widths.master + widths.param if widths.rounds or not widths.publishes else 0
@@ -141,7 +138,6 @@ class Load:
 
     @property
     def total_s(self) -> float:
-        """Return the time of the action if nothing else runs."""
         return self.latency_s + self.alone_s
 
 
@@ -182,7 +178,7 @@ class CostModel:
     per_param: Mapping[ActionKind, Mapping[Resource, float]]
     copy_latency_s: float = 0.0
     eager_flush: float = 1.0
-    """The bytes of an eager unit's flush, with rounded parameters, divided by those of another unit's flush."""
+    """The bytes of an eager unit's flush, with rounded parameters, as a multiple of another unit's."""
 
     @cached_property
     def speeds_of_copies(self) -> tuple[float, float]:
@@ -248,11 +244,8 @@ class CostModel:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, widths: Widths = SIXTEEN_BIT) -> CostModel:
-        """Return the cost model of our update.
-
-        Raise ``ProfileError`` if a rate is missing. If the profile contains no rate of an accelerator, the CPU is the
-        accelerator, and nothing is published.
-        """
+        """Return the cost model of our update. Raise ``ProfileError`` if a rate is missing."""
+        # If the profile contains no rate of an accelerator, the CPU is the accelerator.
         widths = replace(widths, publishes=widths.publishes and profile.has_accelerator)
         return cls._from_traffic(profile, traffic_by_action(widths), cpu_adam_params_per_s(profile, widths), widths)
 
@@ -308,33 +301,21 @@ class CostModel:
         copies = COPIES_PER_ACTION.get(kind, 0) if amounts else 0
         return Load(busiest_s, amounts, self.copy_latency_s * copies)
 
-    def busy_s_per_param(self, placement: Placement) -> dict[Resource, float]:
-        """Return the seconds that a parameter with ``placement`` keeps each resource busy."""
-        amounts = [self.per_param[kind] for kind in CHAINS[placement]]
-        return {
-            resource: sum(each.get(resource, 0.0) for each in amounts) / capacity
-            for resource, capacity in self.capacities.items()
-        }
-
-    def busy_s_on_disk(self, numel: int) -> dict[Resource, float]:
-        """Return the seconds that reads and writes of ``numel`` parameters keep each resource busy."""
-        amounts = [self.per_param[kind] for kind in (ActionKind.READ, ActionKind.WRITE) if kind in self.per_param]
+    def busy_s(self, kinds: Iterable[ActionKind], numel: int = 1) -> dict[Resource, float]:
+        """Return the seconds for which actions of ``kinds`` on ``numel`` parameters keep each resource busy."""
+        amounts = [self.per_param[kind] for kind in kinds if kind in self.per_param]
         return {
             resource: numel * sum(each.get(resource, 0.0) for each in amounts) / capacity
             for resource, capacity in self.capacities.items()
         }
 
     def without_accelerator(self) -> CostModel:
-        """Return the costs if nothing can be updated on an accelerator."""
         kinds = {*CHAINS[Placement.CPU], *EAGER_CHAINS[Placement.CPU], *DISK_CHAIN} & self.per_param.keys()
         return replace(self, per_param={kind: each for kind, each in self.per_param.items() if kind in kinds})
 
 
 def cpu_adam_params_per_s(profile: HardwareProfile, widths: Widths) -> float:
-    """Return the rate of a CPU_STEP. Raise ``ProfileError`` if it is missing.
-
-    If the profile lacks the rate for bf16 states, host memory is assumed to limit it.
-    """
+    """Return the rate of a CPU_STEP. For bf16 states, host memory is assumed to limit it if it was not measured."""
     measured, fp32 = profile.get(CPU_ADAM[widths.master, widths.moment]), profile.rate("cpu_adam_params_per_s")
     if measured is not None:
         return measured
@@ -350,10 +331,7 @@ def stock_speed_up(widths: Widths) -> float:
 
 
 def _dram_capacity(profile: HardwareProfile) -> float:
-    """Return the bytes per second that host memory reached during a CPU update and transfers both ways.
-
-    This is a lower bound of the capacity, as is the rate of either alone.
-    """
+    """Return a lower bound: the bytes per second during a CPU update and transfers both ways, or during either."""
     cpu = profile.rate("cpu_adam_params_per_s")
     # If the rate of both directions is waived, its upper bound is known, but only one direction is a lower bound.
     both = profile.get("both_bytes_per_s") or max(map(profile.rate, ("h2d_bytes_per_s", "d2h_bytes_per_s")))

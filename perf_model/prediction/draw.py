@@ -5,14 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perf_model.prediction.timeline import MODEL, Phase, PhaseSpan, Timeline, seconds_of
 from perf_model.schedule.action import ActionKind, Lane
 from perf_model.units import seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLOURS: dict[Phase | ActionKind, str] = {
     Phase.BACKWARD: "#b9c4d0",
@@ -46,11 +42,6 @@ def draw(
 
     With ``of_stock``, the phases of stock's model are the first row, on the same time axis.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _figure(timeline, title, phases, of_stock).savefig(path, dpi=120)
-
-
-def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan], of_stock: Sequence[PhaseSpan] = ()) -> Figure:
     # Importing matplotlib takes a second, which planning must not take.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -100,7 +91,8 @@ def _figure(timeline: Timeline, title: str, phases: Sequence[PhaseSpan], of_stoc
     patches = [Patch(color=colour, label=entry.value) for entry, colour in COLOURS.items() if entry in shown]
     if patches:
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-    return figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def shown_ms(timeline: Timeline, phases: Sequence[PhaseSpan]) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """Define ``HardwareProfile``, the measured rates of a machine with their origin.
 
-All rates are per rank, while all ranks of the node work. A rate that could not be measured is *waived*, with the
-reason.
+All rates are per rank, while all ranks of the node work. A *waived* rate could not be measured, for a given reason.
 """
 
 from __future__ import annotations
@@ -115,10 +114,7 @@ LIMITS: dict[str, tuple[tuple[str, ...], float]] = {
 
 
 def rates_above_limits(median_of: Callable[[str], float | None]) -> Iterator[tuple[str, float, str, float, float]]:
-    """Yield each rate above its limit: name, value, names and sum of the rates alone, tolerance.
-
-    ``median_of`` returns the rate of a name, or None if it is missing.
-    """
+    """Yield each rate above its limit: name, value, names and sum of the rates alone, tolerance."""
     for name, (names, tolerance) in LIMITS.items():
         rate, *alone = (median_of(each) or math.nan for each in (name, *names))
         # A missing rate, which is NaN, is above no limit and no limit itself.
@@ -221,17 +217,12 @@ class HardwareProfile:
         return value
 
     def why_missing(self, name: str) -> str:
-        """Return the reason why the quantity has no value."""
         measurement = self.measurements.get(name)
         return (None if measurement is None else measurement.waived) or "not in the profile"
 
     @property
     def both_directions(self) -> float:
-        """Return the bytes per second of concurrent transfers in both directions.
-
-        If the rate is waived, return its upper bound, the sum of the rates alone. Raise ``ProfileError`` if it is
-        missing.
-        """
+        """Return the rate of concurrent transfers, or its upper bound if it is waived. Raise ``ProfileError``."""
         measurement = self.measurements.get("both_bytes_per_s")
         if measurement is None or measurement.waived is None:
             return self.rate("both_bytes_per_s")
@@ -239,7 +230,6 @@ class HardwareProfile:
 
     @property
     def has_accelerator(self) -> bool:
-        """Return whether the machine has an accelerator in addition to the CPU."""
         return any(self.get(name) is not None for name in ACCELERATOR_RATES)
 
     def to_json(self) -> str:

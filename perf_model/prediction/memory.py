@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 
-from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
+from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths, aligned
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, least_plan
 from perf_model.schedule.workload import Workload
@@ -59,18 +59,13 @@ class TrainingSetup:
     longest_partition_numel: int | None = None
 
     def keeps_sums(self, *, updates_on_accelerator: bool) -> bool:
-        """Return whether sums of gradients of CPU units are on the accelerator.
-
-        By default, they are if the plan updates others there.
-        """
+        """Return whether the accelerator keeps the sums of CPU units: by default, if the plan updates others there."""
         return updates_on_accelerator if self.sums_on_accelerator is None else self.sums_on_accelerator
 
     def eligible_as_eager(self, plan: UpdatePlan) -> frozenset[int]:
         """Return the units of ``plan`` that may be eager: no streamed ones if the GPU writes parameters on the host."""
-        units = plan.eligible_as_eager
-        return frozenset(
-            unit for unit in units if not self.params_on_host or plan.placements[unit] is not Placement.STREAMED
-        )
+        streamed = {unit for unit, placement in enumerate(plan.placements) if placement is Placement.STREAMED}
+        return plan.eligible_as_eager - streamed if self.params_on_host else plan.eligible_as_eager
 
 
 DEFAULT_SETUP = TrainingSetup()
@@ -80,9 +75,8 @@ DEFAULT_SETUP = TrainingSetup()
 def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
     """Return the memory that the runtime reserves once for ``plan``, for all phases of training.
 
-    It consists of the slab, of ``shadow_bytes`` and, on the accelerator, of resident states, slots, gradients and
-    buffers. Without accumulation, only the gradients of streamed and resident units are there. Memory that stock also
-    takes is not included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
+    Without accumulation, only the gradients of streamed and resident units are on the accelerator. Memory that stock
+    also takes is not included: parameters, gradients until they are reduced, and DeepSpeed's buckets.
     """
     on_cpu, streamed, residents = (plan.lengths[placement] for placement in Placement)
     updated = streamed + residents
@@ -108,10 +102,8 @@ def reserved_by_the_runtime(plan: UpdatePlan, setup: TrainingSetup) -> list[Rese
 
 
 def shadow_bytes(widths: Widths) -> int:
-    """Return the host memory per parameter of an eager unit: the second version of its states.
-
-    If neither masters nor rounded parameters of the slab can be published, an eager unit needs its own parameters.
-    """
+    """Return the host memory per parameter of an eager unit: the second version of its states."""
+    # If neither masters nor rounded parameters of the slab can be published, an eager unit needs its own parameters.
     return widths.states + (widths.param if widths.rounds and not widths.publishes else 0)
 
 
@@ -128,10 +120,7 @@ def staging_numel(plan: UpdatePlan, grad_bytes: int, longest_partition_numel: in
 
 
 def staging_buffers(plan: UpdatePlan, setup: TrainingSetup) -> list[Reservation]:
-    """Return the buffers of ``staging_numel``, and those through which persistent parameters are published.
-
-    There are none if the accelerator shares host memory.
-    """
+    """Return the buffers of ``staging_numel`` and of persistent parameters, none if host memory is shared."""
     shares_host_memory = not setup.widths.publishes and not setup.params_on_host
     if setup.longest_partition_numel is None or shares_host_memory:
         return []
@@ -173,41 +162,26 @@ class MemoryUse:
     @classmethod
     def from_reservations(cls, reservations: Iterable[Reservation]) -> MemoryUse:
         """Return the sums of ``reservations``, with GPU memory rounded as PyTorch's allocator rounds it."""
-        by_kind: dict[MemoryKind, list[Reservation]] = {kind: [] for kind in MemoryKind}
-        for reservation in reservations:
-            by_kind[reservation.kind].append(reservation)
-        pinned_bytes, pageable_bytes, eager_bytes = (
-            sum(reservation.count * reservation.each_bytes for reservation in by_kind[kind])
-            for kind in (MemoryKind.PINNED, MemoryKind.HOST, MemoryKind.SHADOW)
-        )
+        reservations = list(reservations)
+        taken = _bytes_by_kind(reservations)
         return cls(
-            gpu_bytes=cuda_bytes_of(by_kind[MemoryKind.ACCELERATOR]),
-            host_bytes=pinned_bytes + pageable_bytes + eager_bytes,
-            pinned_bytes=pinned_bytes,
-            eager_bytes=eager_bytes,
+            gpu_bytes=cuda_bytes_of(each for each in reservations if each.kind is MemoryKind.ACCELERATOR),
+            host_bytes=taken[MemoryKind.PINNED] + taken[MemoryKind.HOST] + taken[MemoryKind.SHADOW],
+            pinned_bytes=taken[MemoryKind.PINNED],
+            eager_bytes=taken[MemoryKind.SHADOW],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """The bytes that the optimizer of one rank may take, None if unlimited, as in ``MemoryUse``.
-
-    By default, no unit is eager.
-    """
+    """The bytes that the optimizer of one rank may take, None if unlimited, as in ``MemoryUse``."""
 
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     pinned_bytes: int | None = None
     eager_bytes: int = 0
 
-    def with_gpu_margin(self, margin_bytes: int, required_bytes: int) -> Budgets:
-        """Return the budgets that leave a margin free, but not of the ``required_bytes`` of rules."""
-        if self.gpu_bytes is None:
-            return self
-        return replace(self, gpu_bytes=min(self.gpu_bytes, max(0, required_bytes, self.gpu_bytes - margin_bytes)))
-
     def eager_numel(self, widths: Widths) -> float:
-        """Return the most parameters in eager units."""
         return self.eager_bytes / shadow_bytes(widths)
 
     def missing(self, memory: MemoryUse) -> dict[str, int]:
@@ -235,11 +209,9 @@ def excess_of(missing: dict[str, int]) -> str:
 
 
 def memory_of(plan: UpdatePlan, setup: TrainingSetup = DEFAULT_SETUP) -> MemoryUse:
-    """Return the most memory that the optimizer needs with ``plan``, in whole segments of PyTorch's allocator.
-
-    Staging buffers are not counted if stock takes as much for gradients (``staging_numel``).
-    """
+    """Return the most memory that the optimizer needs with ``plan``, in whole segments of PyTorch's allocator."""
     reserved = reserved_by_the_runtime(plan, setup)
+    # Staging buffers are not counted if stock takes as much for gradients (``staging_numel``).
     if staging := staging_buffers(plan, setup):
         taken_bytes = sum(buffer.count * buffer.each_bytes for buffer in staging)
         if taken_bytes <= setup.widths.grad * (setup.longest_partition_numel or 0):
@@ -257,9 +229,9 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
     free_bytes = {2 * MIB: 0, 20 * MIB: 0}
     for tensors in reservations:
         if tensors.each_bytes > 10 * MIB - 512:
-            taken_bytes += tensors.count * _round_up(tensors.each_bytes, 2 * MIB)
+            taken_bytes += tensors.count * aligned(tensors.each_bytes, 2 * MIB)
         elif tensors.each_bytes > 0:
-            block_bytes = _round_up(tensors.each_bytes, 512)
+            block_bytes = aligned(tensors.each_bytes, 512)
             segment_bytes = 2 * MIB if block_bytes <= MIB else 20 * MIB
             in_the_last = min(tensors.count, free_bytes[segment_bytes] // block_bytes)
             free_bytes[segment_bytes] -= in_the_last * block_bytes
@@ -268,10 +240,6 @@ def cuda_bytes_of(reservations: Iterable[Reservation]) -> int:
                 taken_bytes += (segments + 1) * segment_bytes
                 free_bytes[segment_bytes] = segment_bytes - (rest + 1) * block_bytes
     return taken_bytes
-
-
-def _round_up(size_bytes: int, multiple: int) -> int:
-    return -(-size_bytes // multiple) * multiple
 
 
 def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
@@ -303,11 +271,16 @@ def summary_by_placement(plan: UpdatePlan, widths: Widths) -> list[str]:
 
 def total_reserved(reservations: Iterable[Reservation]) -> str:
     """Return the bytes that one rank has reserved, by kind of memory."""
-    taken_bytes = dict.fromkeys(MemoryKind, 0)
+    taken = _bytes_by_kind(reservations)
+    on_accelerator = size(taken[MemoryKind.ACCELERATOR])
+    return f"{size(taken[MemoryKind.PINNED])} of host memory, {on_accelerator} on the accelerator"
+
+
+def _bytes_by_kind(reservations: Iterable[Reservation]) -> Counter[MemoryKind]:
+    taken = Counter[MemoryKind]()
     for reservation in reservations:
-        taken_bytes[reservation.kind] += reservation.count * reservation.each_bytes
-    pinned, on_accelerator = (size(taken_bytes[kind]) for kind in (MemoryKind.PINNED, MemoryKind.ACCELERATOR))
-    return f"{pinned} of host memory, {on_accelerator} on the accelerator"
+        taken[reservation.kind] += reservation.count * reservation.each_bytes
+    return taken
 
 
 def require_memory(

@@ -51,10 +51,7 @@ class Windows:
         return times if self.slowdown == NO_SLOWDOWN else f"{times}, {self.slowdown}"
 
     def completed_s(self, workload: Workload) -> dict[int, float]:
-        """Return when backward completes the gradients of each unit, from the last moment to the first one.
-
-        A unit is complete when backward has passed its first use in forward.
-        """
+        """Return when backward passes the first use of each unit, from the last moment to the first one."""
         moments_s, used = {}, 0
         for unit in workload.in_order_of_use:
             moments_s[unit.index] = -self.backward_s * used / workload.forward_numel

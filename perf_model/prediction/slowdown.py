@@ -42,7 +42,7 @@ class Slowdown:
 NO_SLOWDOWN = Slowdown()
 
 TYPICAL = Slowdown(cpu=0.4)
-"""The slowdown that a forward is assumed to have as far as it shows no other: about that of our hosts with one GPU."""
+"""The slowdown of a forward that shows no other, about the same as on our hosts with one GPU."""
 
 UNCERTAINTY = 0.1
 """The noise of a measured forward, about 3 % of it, divided by how far slowdowns are from ``TYPICAL``, about 0.3."""
@@ -71,7 +71,7 @@ def fit_slowdown(forwards: Sequence[SlowedForward]) -> Slowdown:
     """Return the slowdown that explains ``forwards`` best: least squares, with shares between 0 and 1.
 
     A penalty for shares other than ``TYPICAL`` (ridge regression) decides as far as forwards do not separate the two
-    kinds, because all ran beside the same plan, or hardly ran during one kind.
+    kinds, because all ran alongside the same plan, or hardly ran during one kind.
     """
     longest_s = max((max(forward.cpu_s, forward.copies_s) for forward in forwards), default=0.0)
     if longest_s == 0.0:

@@ -42,17 +42,13 @@ class PhaseSpan:
 
 
 class IterationTimes(NamedTuple):
-    """An iteration from the decision of an update to that of the next one, in seconds since the first decision.
-
-    ``backward_start_s`` is the start of its first backward, None if that is unknown.
-    """
+    """The start of an iteration's first backward, and the next decision of an update, in seconds since the last one."""
 
     backward_start_s: float | None
     end_s: float
 
 
 def seconds_of(phase: Phase, phases: Sequence[PhaseSpan]) -> float:
-    """Return the total seconds of ``phase``."""
     return sum(span.end_s - span.start_s for span in phases if span.phase is phase)
 
 
@@ -81,7 +77,6 @@ class Timeline:
         return lanes_of(span.action for span in self.spans)
 
     def hidden_s(self, exposed_s: float) -> float:
-        """Return the seconds of the update that were hidden, given the exposed ones."""
         return max(0.0, self.active_s - exposed_s)
 
     def busy_s(self, *lanes: Lane) -> float:
@@ -99,7 +94,6 @@ class Timeline:
         return found
 
     def seconds_by_kind(self) -> dict[ActionKind, float]:
-        """Return the summed seconds of the actions of each kind."""
         busy_s = dict.fromkeys(ActionKind, 0.0)
         for span in self.spans:
             busy_s[span.action.kind] += span.end_s - span.start_s

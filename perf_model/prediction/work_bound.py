@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perf_model.prediction.cost import CostModel, Resource
+from perf_model.prediction.cost import USES_OF_DISK, CostModel, Resource
 from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
+from perf_model.schedule.happens_before import CHAINS
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.workload import Workload
 
@@ -27,8 +28,8 @@ def work_bound(
     to the gradients. The time is convex in the share that the accelerator updates.
     """
     numel, each_bytes = workload.numel, setup.widths.states
-    busy_s = {placement: cost.busy_s_per_param(placement) for placement in cost.placements}
-    disk_s = cost.busy_s_on_disk(workload.on_disk_numel)
+    busy_s = {placement: cost.busy_s(CHAINS[placement]) for placement in cost.placements}
+    disk_s = cost.busy_s(USES_OF_DISK, workload.on_disk_numel)
     free_bytes, gradients_bytes = float("inf") if gpu_bytes is None else gpu_bytes, setup.widths.grad * numel
     if setup.accumulates and setup.keeps_sums(updates_on_accelerator=True):
         free_bytes, gradients_bytes = free_bytes - gradients_bytes, 0

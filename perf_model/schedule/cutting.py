@@ -57,8 +57,8 @@ def place_on_disk(
 ) -> list[list[Partition]]:
     """Return ``sub_groups`` with states on disk until the others, gradients and disk slots fit into ``host_bytes``.
 
-    The last partitions are the first on disk. Persistent ones, and those that a rule places on the accelerator, are
-    never on disk, and those of a few pages never gain anything there. If too few are left, all of these are on disk.
+    The last partitions are the first on disk. Persistent ones, the ones that a rule places on the accelerator, and
+    the ones of a few pages, which gain nothing there, are never on disk. If too few are left, all of these are.
     """
     placed = [list(partitions) for partitions in sub_groups]
     numel = sum(partition.numel for partitions in placed for partition in partitions)
@@ -138,7 +138,7 @@ def _ranges(sub_group: int, partitions: Sequence[Partition], is_persistent: bool
 
 
 def _joined(units: Sequence[Unit], unit_size: int, disk_unit_size: int) -> list[Unit]:
-    """Return ``units`` with those of one layer joined that are whole sub-groups: the host takes time for each unit."""
+    """Join the units of one layer that are whole sub-groups, because the host takes time for each unit."""
     units_of = Counter(unit.ranges[0].sub_group for unit in units if not unit.is_persistent)
     joined: list[Unit] = []
     before = None

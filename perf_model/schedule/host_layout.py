@@ -49,7 +49,6 @@ class Widths:
 
     @property
     def of_states(self) -> dict[str, int]:
-        """Return the bytes per element of each of ``STATES``."""
         return dict(zip(STATES, (self.master, self.moment, self.moment), strict=True))
 
     @property
@@ -77,7 +76,6 @@ class Widths:
         return sum(aligned(numel * width, alignment) for numel in workload.sub_group_numels for width in widths)
 
     def disk_bytes(self, workload: Workload) -> DiskBytes:
-        """Return the bytes of the slab that are on disk, and those of the disk slots."""
         # The planner asks for the same workload thousands of times.
         known: dict[Widths, DiskBytes] = workload.known_disk_bytes
         if self not in known:
@@ -119,7 +117,6 @@ class SlabTensor:
 
 
 def slab_tensors(workload: Workload, widths: Widths) -> Iterator[SlabTensor]:
-    """Yield the tensors in the slab in order."""
     offset_bytes, alignment = 0, PAGE_BYTES if workload.on_disk_numel else ALIGNMENT_BYTES
     for sub_group, numel in enumerate(workload.sub_group_numels):
         for name, width in widths.on_host.items():
@@ -143,7 +140,6 @@ class DiskRun:
 
     @property
     def offset_bytes(self) -> int:
-        """Return where the whole pages begin."""
         return aligned(self.begin_bytes, PAGE_BYTES)
 
     @property

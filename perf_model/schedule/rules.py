@@ -54,8 +54,6 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Rules in order. The first one that matches a parameter counts."""
-
     rules: tuple[PlacementRule, ...] = ()
 
     @classmethod
@@ -77,11 +75,9 @@ class PlacementRules:
         return any(rule.placement is None for rule in self.rules) or not any("*" in rule.match for rule in self.rules)
 
     def rule_for(self, name: str) -> PlacementRule | None:
-        """Return the first rule that matches ``name``, or None."""
         return next((rule for rule in self.rules if rule.matches(name)), None)
 
     def placement_of(self, name: str) -> Placement | None:
-        """Return the placement of the parameter ``name``; None if the planner decides."""
         rule = self.rule_for(name)
         return None if rule is None else rule.placement
 
@@ -160,10 +156,9 @@ def did_you_mean(word: object, choices: Mapping[str, str]) -> str:
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the three names of parameters and layers that are most similar to ``pattern``, the nearest first.
+    """Return three names of parameters and layers that share most letters with ``pattern``, in runs of three or more.
 
-    The nearest share most letters with the pattern, in runs of at least three. The shortest come first among these.
-    Names that differ only in numbers count once.
+    The shortest come first among equal ones. Names that differ only in numbers count once.
     """
     candidates: dict[str, str] = {}
     for name in names:

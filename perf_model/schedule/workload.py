@@ -41,7 +41,6 @@ class Range:
 
     @property
     def end(self) -> int:
-        """Return the position after the last element."""
         return self.begin + self.numel
 
 
@@ -51,7 +50,7 @@ class Unit:
 
     The *persistent unit*, the first one, contains all persistent parameters. The CPU updates it, and ``step()`` waits
     until it is published. ``fixed`` is the placement of a rule, None if the planner decides. ``used_numel`` is the
-    number of elements that forward uses from its first use of this unit until that of the next. It defaults to
+    number of elements that forward uses from the first use of this unit until the first use of the next. It defaults to
     ``numel``. The CPU updates a unit ``is_on_disk``, in a disk slot.
     """
 
@@ -108,7 +107,6 @@ class Workload:
 
     @cached_property
     def sub_group_numels(self) -> tuple[int, ...]:
-        """Return the length of this rank's partition of each sub-group."""
         ranges = [run for unit in self.units for run in unit.ranges]
         numels = [0] * (1 + max((run.sub_group for run in ranges), default=-1))
         for run in ranges:
@@ -122,12 +120,10 @@ class Workload:
 
     @cached_property
     def numel(self) -> int:
-        """Return the number of parameters of this rank, padding included."""
         return sum(unit.numel for unit in self.units)
 
     @cached_property
     def on_disk_numel(self) -> int:
-        """Return the number of parameters of this rank whose states are on disk, padding included."""
         return sum(unit.numel for unit in self.units if unit.is_on_disk)
 
     @cached_property

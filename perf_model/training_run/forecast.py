@@ -20,7 +20,6 @@ from perf_model.prediction.memory import (
     memory_of,
     reserved_by_stock,
 )
-from perf_model.prediction.network import Network
 from perf_model.prediction.overlap_windows import AddedTime, Windows
 from perf_model.prediction.simulate import simulate
 from perf_model.prediction.slowdown import Slowdown
@@ -32,7 +31,7 @@ from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import DEFAULT_NUM_SLOTS, UpdatePlan, place_all, place_by_stride
 from perf_model.schedule.workload import Workload
 from perf_model.training_run.job import Job
-from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, GradientPath, Overheads, PhaseRates
+from perf_model.training_run.micro_batch import NO_OVERHEADS, PARAM_BYTES, GradientPath, Network, Overheads, PhaseRates
 from perf_model.training_run.training_memory import TrainingMemory, reserved_host_bytes
 from perf_model.units import DIGITS, size, size_of
 
@@ -105,8 +104,7 @@ class Overlap:
 class Forecast:
     """The predicted iteration of a job on one machine with the best plan, and with the alternatives.
 
-    Whether a plan fits does not depend on ``overlap``. The windows of the update are the last backward of a step and
-    the first forward of the next one. ``rates`` are of the plugin.
+    The windows of the update are the last backward of a step and the first forward of the next one.
     """
 
     def __init__(
@@ -161,10 +159,14 @@ class Forecast:
             rules=job.rules,
             uses=job.shape.uses(),
         )
-        self.budgets = available.with_gpu_margin(limits.gpu_margin, request.fixed_bytes)
-        if self.budgets.gpu_bytes is not None and self.budgets.gpu_bytes < request.fixed_bytes:
-            # As in training, rules by name do not ask for the sums of other units on the accelerator.
-            request = _without_sums(request)
+        self.budgets = available
+        if (gpu_bytes := available.gpu_bytes) is not None:
+            # Only units that rules place may use the margin.
+            gpu_bytes = min(gpu_bytes, max(0, request.fixed_bytes, gpu_bytes - limits.gpu_margin))
+            self.budgets = replace(available, gpu_bytes=gpu_bytes)
+            if gpu_bytes < request.fixed_bytes:
+                # As in training, rules by name do not ask for the sums of other units on the accelerator.
+                request = _without_sums(request)
         self.request = replace(request, budgets=self.budgets)
         try:
             self.planned = self.request.plan()
@@ -219,10 +221,7 @@ class Forecast:
 
     @cached_property
     def baselines(self) -> dict[str, Outcome]:
-        """Return the alternatives: of our runtime on the same units, and of DeepSpeed on its sub-groups.
-
-        All of them keep to the plan's ``budgets``, and Twin-Flow gets as much GPU memory as the plan takes.
-        """
+        """Return the alternatives within ``budgets``: of our runtime on the same units, of DeepSpeed on sub-groups."""
         workload, no_gpu_adam = self.planned.plan.workload, None
         if Placement.STREAMED not in self.cost.placements:
             lacking = "the profile has no rate of Adam on the accelerator"
@@ -318,10 +317,7 @@ class Forecast:
 
     @property
     def memory(self) -> MemoryUse:
-        """Return the peak memory of training: GPU memory per GPU, and host memory per node.
-
-        It includes model, activations, ``reserved_host_bytes``, and PyTorch's cache as far as there is memory for it.
-        """
+        """Return the peak memory of training, per GPU and per node, with PyTorch's cache as far as that fits."""
         return self._with_training(self.planned.memory)
 
     @property
@@ -351,7 +347,6 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Return the bytes of states on the disks of a node."""
         return self.job.ranks_on_node * self.job.setup.widths.disk_bytes(self.planned.plan.workload).on_disk
 
     @property

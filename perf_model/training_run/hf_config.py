@@ -83,10 +83,10 @@ def _families() -> set[str]:
 
 
 def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
-    """Return the shape of the model that transformers builds.
+    """Return the shape of the model that transformers builds. Raise whatever transformers raises.
 
-    Raise whatever transformers raises. Operations are those of a text: encoders for images and sound count only as
-    parameters. Of experts, the share counts that a token is routed to. Sizes that the config does not name are 0.
+    Operations are of a text: encoders for images and sound count only as parameters, and of experts the share that a
+    token is routed to. Sizes that the config does not name are 0.
     """
     # Models with a backbone would look it up on the hub. transformers reads the variable when it is imported.
     is_set = "HF_HUB_OFFLINE" in os.environ

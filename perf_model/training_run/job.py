@@ -74,7 +74,6 @@ class Job:
 
     @property
     def shard_numel(self) -> int:
-        """Return the parameters of one tensor-parallel rank."""
         return sum(self.shards.values())
 
     @property
@@ -170,9 +169,6 @@ class Job:
 
 
 def shard_numel(name: str, numel: int, tensor_parallel: int) -> int:
-    """Return the elements of the parameter ``name`` that a tensor-parallel rank holds.
-
-    AutoTP divides the matrices of layers, and ``zero.Init`` partitions embeddings over all ranks, which comes to the
-    same. Without it, a rank holds ``tensor_parallel`` times as much of the embeddings. Norms and biases count as whole.
-    """
+    """Return the elements of the parameter ``name`` that a tensor-parallel rank holds: all of a norm or bias."""
+    # AutoTP divides the matrices of layers. ``zero.Init``, with the same result, partitions embeddings over all ranks.
     return -(-numel // tensor_parallel) if has_weight_decay(name) else numel

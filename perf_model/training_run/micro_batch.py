@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from perf_model.prediction.hardware import HardwareProfile
 from perf_model.prediction.memory import DEFAULT_SETUP, TrainingSetup
-from perf_model.prediction.network import Network
 from perf_model.prediction.slowdown import TYPICAL
 from perf_model.schedule.host_layout import SIXTEEN_BIT, Widths
 from perf_model.schedule.placement import Placement
@@ -53,7 +52,7 @@ class Overheads:
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile) -> Overheads:
-        """Return the measured seconds of ``profile``, or those of our machines for a GPU without a measurement."""
+        """Return the measured seconds of ``profile``, or of our machines for a GPU without a measurement."""
         names = ("forward_s", "backward_s", "gradients_s", "step_s")
         found = {name: value for name in names if (value := profile.get(f"module_{name}")) is not None}
         if not profile.has_accelerator:
@@ -65,12 +64,10 @@ class Overheads:
 
     @property
     def of_plugin(self) -> Overheads:
-        """Return the seconds with the plugin's hooks in forward."""
         return replace(self, forward_s=self.forward_s + self.hooks_s)
 
     @property
     def of_stock(self) -> Overheads:
-        """Return the seconds with stock's copies of gradients in backward."""
         return replace(self, backward_s=self.backward_s + self.gradients_s)
 
 
@@ -89,12 +86,45 @@ NEAREST_HOST = Overheads(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseRates:
-    """The rates of forward and backward.
+class Network:
+    """The connections among the ranks of a job, ``ranks_per_node`` of them on each node.
 
-    ``h2d_bytes_per_s`` limits the upload of offloaded parameters. DeepSpeed keeps the trained ones in page-locked
-    memory (``_create_param_groups_fp16_flat_cpu_memory``).
+    Rates are bytes per second and rank, while all ranks communicate. A rate that is unknown is infinite. A collective
+    is a ring through all d ranks (NCCL), in which each rank passes on (d - 1) / d of the whole (arXiv 1909.09756).
+    Copies inside a node and across nodes overlap, so the slower of them counts.
     """
+
+    ranks_per_node: int
+    all_gather_bytes_per_s: float = math.inf
+    reduce_scatter_bytes_per_s: float = math.inf
+    inter_node_bytes_per_s: float = math.inf
+
+    @classmethod
+    def from_profile(cls, profile: HardwareProfile, ranks_per_node: int) -> Network:
+        names = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s", "inter_node_bytes_per_s")
+        return cls(ranks_per_node=ranks_per_node, **{name: profile.get(name) or math.inf for name in names})
+
+    def all_gather_s(self, whole_bytes: float, ranks: int) -> float:
+        """Return the seconds in which each of ``ranks`` ranks gathers ``whole_bytes``, of which it has one part."""
+        return self._ring_s(whole_bytes, ranks, self.all_gather_bytes_per_s)
+
+    def reduce_scatter_s(self, whole_bytes: float, ranks: int) -> float:
+        """Return the seconds in which ``ranks`` ranks sum ``whole_bytes``, and each keeps one part of the sum."""
+        return self._ring_s(whole_bytes, ranks, self.reduce_scatter_bytes_per_s)
+
+    def _ring_s(self, whole_bytes: float, ranks: int, in_node_bytes_per_s: float) -> float:
+        assert ranks >= 1
+        on_node = min(ranks, self.ranks_per_node)
+        # A rank of a ring sends this share of the whole (arXiv 2104.04473, section 3.3.1).
+        passed_bytes = whole_bytes * (ranks - 1) / ranks
+        in_node_s = passed_bytes / in_node_bytes_per_s if on_node > 1 else 0.0
+        across_s = passed_bytes / (on_node * self.inter_node_bytes_per_s) if ranks > on_node else 0.0
+        return max(in_node_s, across_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRates:
+    """The rates of forward and backward. ``h2d_bytes_per_s`` limits the upload of offloaded parameters."""
 
     flops_per_s: float
     network: Network
@@ -167,10 +197,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPath:
-    """Bytes of gradients that one rank copies to host memory and back in the last backward before an update.
-
-    In each earlier backward of the step, it copies ``accumulated_bytes`` down and as many up.
-    """
+    """Bytes of gradients that one rank copies down and up in the last backward, and both ways in each earlier one."""
 
     down_bytes: int = 0
     up_bytes: int = 0

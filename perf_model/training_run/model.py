@@ -23,10 +23,9 @@ class ModelError(ValueError):
 
 
 class ParameterShape(NamedTuple):
-    """A parameter of a model.
+    """A parameter, with the ``active_numel`` elements that a token uses, fewer than ``numel`` in routed experts.
 
-    ``active_numel`` are the elements that a token uses, which matters for routed experts. ``multiplied``: the parameter
-    is a matrix that each token is multiplied by, and not a bias, norm or table.
+    ``multiplied``: it is a matrix that each token is multiplied by, and not a bias, norm or table.
     """
 
     name: str
@@ -148,7 +147,6 @@ class ModelShape:
 
     @cached_property
     def active_numel(self) -> int:
-        """Return the number of parameters that a token uses, fewer than ``numel`` with routed experts."""
         return sum(tensor.active_numel for tensor in self.tensors)
 
     @cached_property

@@ -91,7 +91,6 @@ class TrainingMemory:
 
     @property
     def context_bytes(self) -> int:
-        """Return the bytes of the framework, outside PyTorch's allocator and for its workspaces."""
         return CONTEXT_BYTES + WORKSPACE_BYTES + (COMMUNICATION_BYTES if self.job.world_size > 1 else 0)
 
     @property
@@ -109,7 +108,6 @@ class TrainingMemory:
 
     @property
     def partition_bytes(self) -> int:
-        """Return the bytes of this rank's partitions of the parameters, 0 if these are in host memory."""
         return 0 if self.job.offload_param else PARAM_BYTES * self.job.padded_numel
 
     @property
@@ -172,7 +170,6 @@ class TrainingMemory:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Return the bytes of activations that one layer keeps for backward."""
         saved, _ = SCORE_BYTES[self.job.attention]
         return self._attention_bytes(saved) + self._norm_bytes * self._elements + 2 * self._product_bytes
 
@@ -216,7 +213,6 @@ class TrainingMemory:
 
     @cached_property
     def _norm_bytes(self) -> int:
-        """Return the bytes per element that a norm keeps."""
         # LayerNorm keeps input and output. RMSNorm keeps its input in fp32, and its output before and after the weight.
         return 4 if any(tensor.name.endswith(NORM_BIASES) for tensor in self.job.shape.tensors) else 8
 
@@ -225,7 +221,7 @@ class TrainingMemory:
         shape = self.job.shape
         # Without a flash kernel, keys and values are repeated for each head of the query.
         key_value_heads = shape.kv_heads if self.job.attention == "flash" else shape.heads
-        # The widths of a model that was only counted are unknown: they are assumed to be those of a GPT.
+        # The widths of a model that was only counted are unknown: a GPT's are assumed.
         projections = 4 * shape.head_dim * (shape.heads + key_value_heads) or 8 * shape.hidden
         scores = score_bytes * shape.heads * self.job.sequence
         return self._norm_bytes * self._elements + self._tokens * ((projections + scores) // self.job.tensor_parallel)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf_model.prediction.hardware import ACCELERATOR_RATES
-from perf_model.prediction.network import Network
 from perf_model.presets.machines import MACHINES
 from perf_model.presets.models import MODELS
 from perf_model.schedule.placement import Placement
@@ -23,6 +22,7 @@ from perf_model.training_run.micro_batch import (
     NO_OVERHEADS,
     TRAINING_SHARE,
     GradientPath,
+    Network,
     Overheads,
     PhaseRates,
     training_flops_per_s,
