@@ -15,7 +15,7 @@ from perf_model.schedule.cutting import DISK_UNIT_SIZE, cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan, least_plan
 from perf_model.schedule.rules import NO_RULES, PlacementRules
-from perf_model.schedule.uses import ParameterUses
+from perf_model.schedule.uses import with_uses
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB, gigabytes
 
@@ -116,4 +116,4 @@ class PlanRequest:
         return plan
 
     def _arranged(self, workload: Workload) -> Workload:
-        return workload if self.uses is None else ParameterUses(self.sub_groups, self.uses).arrange(workload)
+        return workload if self.uses is None else with_uses(workload, self.sub_groups, self.uses)

@@ -99,10 +99,9 @@ def plan_units(
     windows: Windows,
     setup: TrainingSetup,
 ) -> PlannedUpdate:
-    """Return the plan that adds the least time to an iteration, over the unit ``sizes``, in parameters.
+    """Return the plan that adds the least time to an iteration, over the ``sizes`` that ``workload_of`` cuts units to.
 
-    ``workload_of`` maps a size to the units. Raise ``DoesNotFit`` if no plan fits, and ``ValueError`` if there are no
-    units or the machine cannot update a fixed one.
+    Raise ``DoesNotFit`` if none fits, ``ValueError`` if there are no units or the machine cannot update a fixed one.
     """
     cuts: dict[int, Workload] = {}
     errors: list[DoesNotFit] = []

@@ -19,38 +19,29 @@ from perf_model.schedule.cutting import partitions_in
 from perf_model.schedule.workload import Partition, Unit, Workload
 
 
-class ParameterUses:
-    """The elements that forward has used before it first needs a unit.
+def with_uses(workload: Workload, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> Workload:
+    """Return ``workload`` with ``first_use``, unused units last, and ``used_numel`` if a parameter is reused.
 
-    ``uses`` contains names of parameters in order of use, once per use. Those outside of ``sub_groups`` do not count.
+    ``uses`` contains names of parameters in order of use, once per use. Names outside of ``sub_groups`` do not count.
     """
+    numels = {partition.name: partition.numel for partitions in sub_groups for partition in partitions}
+    known = [name for name in uses if name in numels]
+    used_before: dict[str, int] = {}
+    used_numel = 0
+    for name in known:
+        used_before.setdefault(name, used_numel)
+        used_numel += numels[name]
 
-    def __init__(self, sub_groups: Sequence[Sequence[Partition]], uses: Sequence[str]) -> None:
-        self._sub_groups = sub_groups
-        self._used_numel = 0
-        self._used_before: dict[str, int] = {}
-        numels = {partition.name: partition.numel for partitions in sub_groups for partition in partitions}
-        known = [name for name in uses if name in numels]
-        for name in known:
-            self._used_before.setdefault(name, self._used_numel)
-            self._used_numel += numels[name]
-        self._repeats = len(self._used_before) < len(known)
-
-    def arrange(self, workload: Workload) -> Workload:
-        """Return ``workload`` with ``first_use``, unused units last, and ``used_numel`` if a parameter is reused."""
-        in_order, units = sorted(workload.units, key=self._needed_after), list(workload.units)
-        if self._repeats:
-            needed_after = [*map(self._needed_after, in_order), self._used_numel]
-            for unit, (begin, end) in zip(in_order, pairwise(needed_after), strict=True):
-                units[unit.index] = replace(unit, used_numel=end - begin)
-        return Workload(tuple(units), first_use=tuple(unit.index for unit in in_order))
-
-    def _needed_after(self, unit: Unit) -> int:
+    def needed_after(unit: Unit) -> int:
         if unit.is_persistent:
             return 0
-        used = [
-            self._used_before[partition.name] + before
-            for partition, before in partitions_in(unit, self._sub_groups)
-            if partition.name in self._used_before
-        ]
-        return min(used, default=self._used_numel)
+        found = partitions_in(unit, sub_groups)
+        used = [used_before[partition.name] + before for partition, before in found if partition.name in used_before]
+        return min(used, default=used_numel)
+
+    in_order, units = sorted(workload.units, key=needed_after), list(workload.units)
+    if len(used_before) < len(known):
+        moments = [*map(needed_after, in_order), used_numel]
+        for unit, (begin, end) in zip(in_order, pairwise(moments), strict=True):
+            units[unit.index] = replace(unit, used_numel=end - begin)
+    return Workload(tuple(units), first_use=tuple(unit.index for unit in in_order))

@@ -16,7 +16,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.schedule.cutting import BORDER_MULTIPLE, cut_into_units
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.rules import PlacementRule, PlacementRules
-from perf_model.schedule.uses import ParameterUses
+from perf_model.schedule.uses import with_uses
 from perf_model.schedule.workload import Partition, Workload
 from perf_model.units import GB
 from tests.model.costs import cost, plan_updates
@@ -44,9 +44,11 @@ SECOND, BIAS = Partition("layers.1.weight", 3200), Partition("layers.0.bias", 16
 def test_shared_parameters_are_needed_in_the_first_pass_and_the_next_ones_after_the_last(
     sub_groups: list[list[Partition]], layers: list[Partition], size: int, expected: list[int]
 ) -> None:
-    uses = ParameterUses(sub_groups, [partition.name for partition in (EMBEDDING, *layers, HEAD)])
+    uses = [partition.name for partition in (EMBEDDING, *layers, HEAD)]
     # Forward uses as many parameters from the need of each unit to that of the next.
-    assert [unit.forward_numel for unit in uses.arrange(cut_into_units(sub_groups, size)).units] == expected
+    assert [
+        unit.forward_numel for unit in with_uses(cut_into_units(sub_groups, size), sub_groups, uses).units
+    ] == expected
 
 
 def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_workload() -> None:

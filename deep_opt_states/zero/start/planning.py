@@ -31,7 +31,7 @@ from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.simulate import NO_WINDOWS, simulate
 from perf_model.schedule.host_layout import Widths
 from perf_model.schedule.plan import UpdatePlan
-from perf_model.schedule.uses import ParameterUses
+from perf_model.schedule.uses import with_uses
 from perf_model.schedule.workload import Partition
 from perf_model.units import counted
 
@@ -151,7 +151,7 @@ def _predict(
     windows: Windows,
 ) -> PredictedUpdate:
     if uses is not None:
-        plan = replace(plan, workload=ParameterUses(sub_groups, uses).arrange(plan.workload))
+        plan = replace(plan, workload=with_uses(plan.workload, sub_groups, uses))
     # Without an accelerator, model and update use the same cores: nothing can be hidden.
     usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)
