@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from perf_model.json_input import parse_json, printable, read_text, shorten
-from perf_model.training_run.model import (
-    LAST_PRODUCTS,
-    MAX_SIZES,
-    ModelError,
-    ModelShape,
-    ParameterShape,
-    require_integer,
-)
+from perf_model.training_run.model import MAX_SIZES, ModelError, ModelShape, ParameterShape, mlp_width, require_integer
 
 _REMEDY = "Give the config.json of a Hugging Face model, a preset, or --params with the number of parameters."
 _WITHOUT_CONFIG = "Give --params with the number of parameters, in place of --model."
@@ -54,12 +45,8 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
     if not isinstance(family, str) or not family:
         raise ModelError(f"model_type: must name the family of the model, found {shorten(family)}.\n{_REMEDY}")
     code = ". Its auto_map names code of the model's author, which is not executed" if "auto_map" in values else ""
-    if (known := _families()) and family not in known:
-        near = ", ".join(get_close_matches(family.lower(), known)) or "none"
-        rule = f"model_type: must be one that the installed transformers has, found {shorten(family)}{code}"
-        raise ModelError(f"{rule}.\nNear ones: {near}. {_WITHOUT_CONFIG}")
     try:
-        return _shape_of(values, printable(name))
+        return _shape_of(values, printable(name), code)
     except ModelError:
         raise
     except ImportError as error:
@@ -71,18 +58,7 @@ def parse_hf_config(text: str, name: str) -> ModelShape:
         raise ModelError(f"{rule}.\n{_WITHOUT_CONFIG}") from None
 
 
-def _families() -> set[str]:
-    """Return each ``model_type`` of the installed transformers, read from its source: an import takes seconds."""
-    package = find_spec("transformers")
-    if package is None or package.origin is None:
-        return set()
-    sources = (Path(package.origin).parent / "models/auto").glob("*.py")
-    return {
-        name for source in sources for name in re.findall(r'"([\w.-]+)"[,:] "\w+Config"', source.read_text("utf-8"))
-    }
-
-
-def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
+def _shape_of(values: dict[str, Any], name: str, code: str) -> ModelShape:
     """Return the shape of the model that transformers builds. Raise whatever transformers raises.
 
     Operations are of a text: encoders for images and sound count only as parameters, and of experts the share that a
@@ -98,9 +74,13 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
         if not is_set:
             del os.environ["HF_HUB_OFFLINE"]
 
+    if (family := values["model_type"]) not in transformers.CONFIG_MAPPING:
+        near = ", ".join(get_close_matches(family.lower(), transformers.CONFIG_MAPPING)) or "none"
+        rule = f"model_type: must be one that the installed transformers has, found {shorten(family)}{code}"
+        raise ModelError(f"{rule}.\nNear ones: {near}. {_WITHOUT_CONFIG}")
     # A warning for a config of which only the sizes are used would be read as an error of the plan.
     transformers.logging.set_verbosity(logging.ERROR)
-    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    config = transformers.CONFIG_MAPPING[family].from_dict(values)
     text = config.get_text_config()
 
     def size(*keys: str) -> int:
@@ -110,7 +90,7 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
     layers, hidden, vocab = size("num_hidden_layers"), size("hidden_size"), size("vocab_size")
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "vocab": vocab}
     for key, found in sizes.items():
-        require_integer(f"{key} of {shorten(values['model_type'])}", found, 1, MAX_SIZES[key], _WITHOUT_CONFIG)
+        require_integer(f"{key} of {shorten(family)}", found, 1, MAX_SIZES[key], _WITHOUT_CONFIG)
     heads, chosen, experts = size("num_attention_heads"), size(*_EXPERTS_PER_TOKEN), size(*_EXPERTS)
     kv_heads = size("num_key_value_heads") or heads
     if heads % (kv_heads or 1):
@@ -134,7 +114,7 @@ def _shape_of(values: dict[str, Any], name: str) -> ModelShape:
         heads=heads,
         kv_heads=heads if value_dim else kv_heads,
         head_dim=head_dim,
-        intermediate=_active_width(tensors, hidden) or size("intermediate_size"),
+        intermediate=mlp_width(tensors, hidden) or size("intermediate_size"),
         scores_width=layers * heads * (query_dim + head_dim),
         tensors=tuple(tensors),
         tied=tuple(tied),
@@ -173,14 +153,3 @@ def _parameters_of(
         matrix = parameter.dim() >= 2 and not name.endswith("bias")
         found.append(ParameterShape(name, numel, active_numel, matrix and id(parameter) not in not_multiplied))
     return found, tied
-
-
-def _active_width(tensors: list[ParameterShape], hidden: int) -> int:
-    """Return the largest width of a feed-forward that a token passes: of layers with experts, if there are any."""
-    widths: dict[str, int] = {}
-    for tensor in tensors:
-        layer, dot, part = tensor.name.partition(".mlp.")
-        if dot and tensor.multiplied and any(name in part for name in LAST_PRODUCTS):
-            widths[layer] = widths.get(layer, 0) + tensor.active_numel // hidden
-    with_experts = {tensor.name.partition(".mlp.")[0] for tensor in tensors if ".experts." in tensor.name}
-    return max((widths[layer] for layer in with_experts & widths.keys() or widths), default=0)

@@ -7,6 +7,7 @@ also with a sliding window, because PyTorch's ``scaled_dot_product_attention`` c
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -187,6 +188,17 @@ def layer_and_module(name: str) -> tuple[int, str] | None:
     """Return the number of the layer with the parameter ``name`` and its module, None outside of layers."""
     found = _LAYER.match(name)
     return None if found is None else (int(found[2]), found[3])
+
+
+def mlp_width(tensors: Sequence[ParameterShape], hidden: int) -> int:
+    """Return the largest width of a feed-forward that a token passes: of layers with experts, if there are any."""
+    widths: dict[str, int] = {}
+    for tensor in tensors:
+        layer, dot, part = tensor.name.partition(".mlp.")
+        if dot and tensor.multiplied and any(name in part for name in LAST_PRODUCTS):
+            widths[layer] = widths.get(layer, 0) + tensor.active_numel // hidden
+    with_experts = {tensor.name.partition(".mlp.")[0] for tensor in tensors if ".experts." in tensor.name}
+    return max((widths[layer] for layer in with_experts & widths.keys() or widths), default=0)
 
 
 def layer_in(path: str, name: str) -> int | None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from perf_model.presets.models import MODELS
-from perf_model.training_run.hf_config import _families, parse_hf_config
+from perf_model.training_run.hf_config import parse_hf_config
 from perf_model.training_run.model import ModelError, ModelShape, has_weight_decay
 from tests.launch import REPOSITORY
 
@@ -159,17 +159,15 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     assert str(caught.value).endswith("\nInstall both. Or give --params with the number of parameters.")
 
 
-def test_an_unknown_family_is_refused_without_an_import_and_a_known_one_leaves_the_environment_as_it_was() -> None:
-    assert set(transformers.CONFIG_MAPPING) <= _families()
+def test_an_unknown_family_is_refused_and_a_known_one_leaves_the_environment_as_it_was() -> None:
     code = """
-        import os, sys
+        import os
         from perf_model.training_run.hf_config import parse_hf_config
         before = set(os.environ)
         try:
             parse_hf_config('{"model_type": "lama"}', "x")
         except ValueError as error:
             print(error)
-        assert not {"torch", "transformers"} & set(sys.modules)
         parse_hf_config('{"model_type": "llama", "num_hidden_layers": 1}', "x")
         assert set(os.environ) == before
     """
