@@ -59,10 +59,7 @@ def run_program(parser: CommandParser, arguments: Sequence[str] | None) -> int:
 
 
 def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._SubParsersAction[CommandParser]]:
-    """Return the parser of a program, and the parsers of its commands, with those for planning.
-
-    The option ``run`` takes the options and returns the exit code. Without a command, it prints the help.
-    """
+    """Return the parser of a program, whose option ``run`` executes the command, and the parsers of its commands."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument("--version", action="version", version=installed_version() or "not installed")
     parser.add_argument("--list", action=_ListMachines, nargs=0, help=LIST_HELP)

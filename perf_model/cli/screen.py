@@ -6,19 +6,18 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Timer
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def show(printed: str | Table, *, width: int | None = None, soft_wrap: bool = False) -> None:
-    """Print a text or a table, wrapped at ``width``, which defaults to the terminal's, unless ``soft_wrap``."""
+def show(printed: str | Table, *, soft_wrap: bool = False) -> None:
+    """Print a text or a table, wrapped at the width of the terminal unless ``soft_wrap``."""
     from rich.console import Console
 
     # A text may contain square brackets, which would be markup.
-    Console(width=width).print(printed, highlight=False, markup=False, soft_wrap=soft_wrap)
+    Console().print(printed, highlight=False, markup=False, soft_wrap=soft_wrap)
 
 
 def new_table(headers: Iterable[str], left: Collection[str] = (), *, gap: int = 1) -> Table:
@@ -32,10 +31,7 @@ def new_table(headers: Iterable[str], left: Collection[str] = (), *, gap: int = 
 
 
 def tables(headers: Sequence[str], rows: Sequence[Sequence[str]], keys: int, left: Collection[str]) -> Iterator[Table]:
-    """Yield tables with as many columns as fit into the terminal, which would cut the others.
-
-    Each starts with the first ``keys`` columns.
-    """
+    """Yield tables of as many columns as fit into the terminal. Each starts with the first ``keys`` columns."""
     widths = [1 + max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     first, terminal = keys, shutil.get_terminal_size().columns
     while first < len(headers):
@@ -52,21 +48,11 @@ def tables(headers: Sequence[str], rows: Sequence[Sequence[str]], keys: int, lef
 
 @contextmanager
 def progress(task: str) -> Iterator[None]:
-    """Show ``task`` on the terminal from the first second on. Print nothing inside, and nothing is shown in a pipe."""
+    """Show ``task`` on the terminal. Print nothing inside, and nothing is shown in a pipe."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
-    bar.add_task(task)
-    timer = Timer(1.0, bar.start)
-    timer.start()
-    try:
+    with Console(stderr=True).status(task):
         yield
-    finally:
-        timer.cancel()
-        timer.join()
-        bar.stop()
