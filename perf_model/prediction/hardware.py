@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from perf_model.json_input import parse_json, printable, read_text, shorten
 
@@ -244,7 +244,9 @@ class HardwareProfile:
         try:
             raw["provenance"] = Provenance(**raw["provenance"])
             raw["measurements"] = {
-                name: _measurement(each) for name, each in raw["measurements"].items() if name not in RETIRED_QUANTITIES
+                name: Measurement(**{**each, "samples": tuple(map(float, each.get("samples", ())))})
+                for name, each in raw["measurements"].items()
+                if name not in RETIRED_QUANTITIES
             }
             # Earlier versions wrote this key, which nothing reads.
             raw.pop("cpu_adam_by_threads", None)
@@ -258,10 +260,6 @@ class HardwareProfile:
     def read(cls, path: Path) -> HardwareProfile:
         """Return the profile in the file ``path``. Raise ``ProfileError`` if it cannot be read."""
         return cls.from_json(read_text(path, "A profile must be a readable file", _REMEDY, ProfileError))
-
-
-def _measurement(raw: Mapping[str, Any]) -> Measurement:
-    return Measurement(**{**raw, "samples": tuple(map(float, raw.get("samples", ())))})
 
 
 def _check(name: str, quantity: Quantity, values: Iterable[float]) -> None:
