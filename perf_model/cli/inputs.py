@@ -16,7 +16,7 @@ from perf_model.planner import UNIT_SIZES
 from perf_model.prediction.cost import DiskRates
 from perf_model.prediction.hardware import HardwareProfile, ProfileError
 from perf_model.prediction.memory import GPU_MARGIN_BYTES
-from perf_model.presets.machines import ALIASES, FIGURES, MACHINES, MachinePreset, find_machine
+from perf_model.presets.machines import ALIASES, FIGURES, MACHINES, MachinePreset
 from perf_model.presets.models import MODELS
 from perf_model.schedule.cutting import PIECE_MULTIPLE
 from perf_model.schedule.placement import Placement
@@ -73,8 +73,7 @@ def read_inputs(options: argparse.Namespace, *sizes: tuple[int | None, int]) -> 
 def read_machine(options: argparse.Namespace) -> MachinePreset | HardwareProfile:
     """Return the preset with the figures that the user gave, or the profile in the file. Raise ``ProfileError``."""
     changes = {name: value for name in FIGURES if (value := getattr(options, name)) is not None}
-    preset = find_machine(options.profile)
-    if preset is not None:
+    if (preset := MACHINES.get(ALIASES.get(options.profile, options.profile))) is not None:
         return preset.changed(changes) if changes else preset
     if changes:
         rule = f"--{next(iter(changes)).replace('_', '-')}: changes a preset, found the profile {options.profile}"

@@ -35,11 +35,9 @@ class Windows:
     """The seconds of the backward before the update and of the forward after it, without an update alongside.
 
     States may be prefetched at the end of backward, and eager units are updated in it as soon as their gradients are
-    complete. After forward, a slot may be flushed until the next backward prefetches into it. Both windows are 0 if the
-    update has to finish before ``step()`` returns. Forward uses equally many elements in equal times,
-    ``Unit.forward_numel`` of them before it needs the next unit, and backward completes them in the reverse order. The
-    update slows both down. The seconds that backward loses count, but its moments stay: more time for the update in a
-    longer backward is neglected.
+    complete. Both windows are 0 if the update has to finish before ``step()`` returns. Forward uses equally many
+    elements in equal times, ``Unit.forward_numel`` of them before the next unit, and backward completes them in the
+    reverse order. The update slows both down, but more time for the update in a longer backward is neglected.
     """
 
     backward_s: float = 0.0
@@ -79,9 +77,6 @@ class Windows:
         # The flushes that are left when the next backward starts.
         slowed_s += progress.lost_s(now_s, max(now_s, min(timeline.end_s, now_s + self.backward_s)))
         return AddedTime(blocked_s + late_s, slowed_s)
-
-    def exposed_s(self, timeline: Timeline, workload: Workload, cost: CostModel) -> float:
-        return self.added_time(timeline, workload, cost).exposed_s
 
     def _uses(self, timeline: Timeline, workload: Workload, progress: ModelProgress) -> Iterator[tuple[float, float]]:
         """Yield when forward starts to use the parameters of each unit, and when it needs the next unit."""

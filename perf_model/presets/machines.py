@@ -151,8 +151,3 @@ with TABLE.open(encoding="utf-8", newline="") as _file:
     MACHINES: dict[str, MachinePreset] = {row["name"]: MachinePreset.from_row(row) for row in csv.DictReader(_file)}
 
 ALIASES = {"a100-80gb": "a100-pcie4", "h100": "h100-pcie5", "h200": "h200-pcie5"}
-
-
-def find_machine(name: str) -> MachinePreset | None:
-    """Return the preset of that name or alias, or None."""
-    return MACHINES.get(ALIASES.get(name, name))

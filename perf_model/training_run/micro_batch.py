@@ -99,11 +99,6 @@ class Network:
     reduce_scatter_bytes_per_s: float = math.inf
     inter_node_bytes_per_s: float = math.inf
 
-    @classmethod
-    def from_profile(cls, profile: HardwareProfile, ranks_per_node: int) -> Network:
-        names = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s", "inter_node_bytes_per_s")
-        return cls(ranks_per_node=ranks_per_node, **{name: profile.get(name) or math.inf for name in names})
-
     def all_gather_s(self, whole_bytes: float, ranks: int) -> float:
         """Return the seconds in which each of ``ranks`` ranks gathers ``whole_bytes``, of which it has one part."""
         return self._ring_s(whole_bytes, ranks, self.all_gather_bytes_per_s)
@@ -134,9 +129,11 @@ class PhaseRates:
     @classmethod
     def from_profile(cls, profile: HardwareProfile, ranks_per_node: int, overheads: Overheads) -> PhaseRates:
         """Return the rates of ``profile``. Raise ``ProfileError`` if it has no rate of matrix products."""
+        names = ("all_gather_bytes_per_s", "reduce_scatter_bytes_per_s", "inter_node_bytes_per_s")
+        network_rates = {name: profile.get(name) or math.inf for name in names}
         return cls(
             flops_per_s=training_flops_per_s(profile),
-            network=Network.from_profile(profile, ranks_per_node),
+            network=Network(ranks_per_node=ranks_per_node, **network_rates),
             overheads=overheads,
             h2d_bytes_per_s=profile.get("h2d_bytes_per_s") or math.inf,
         )

@@ -45,7 +45,7 @@ PLANNED = ReportedPlan(plan=PLAN, widths=Widths(param=2, grad=2))
 def predicted(windows: Windows) -> PredictedUpdate:
     cost = CostModel.from_profile(profile())
     timeline = simulate(PLAN.schedule, WORKLOAD, cost, windows)
-    exposed_s = windows.exposed_s(timeline, WORKLOAD, cost)
+    exposed_s = windows.added_time(timeline, WORKLOAD, cost).exposed_s
     return PredictedUpdate(timeline, exposed_s, windows.phases(timeline, WORKLOAD, cost))
 
 

@@ -39,7 +39,8 @@ def budget_for(slots: int, numel: int) -> Budgets:
 
 
 def exposed_s(plan: UpdatePlan, model: CostModel, overlap: Windows) -> float:
-    return overlap.exposed_s(simulate(plan.schedule, plan.workload, model, overlap), plan.workload, model)
+    timeline = simulate(plan.schedule, plan.workload, model, overlap)
+    return overlap.added_time(timeline, plan.workload, model).exposed_s
 
 
 def workload_with(units: Iterable[tuple[int, Placement | None]]) -> Workload:

@@ -57,7 +57,7 @@ def test_forward_hides_updates_that_it_does_not_need_yet() -> None:
     update_plan = plan_of(CPU, CPU)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost())
     for forward_s, exposed_s in ((0.0, 13 / 6), (0.5, 13 / 6 - 0.25), (2.0, 7 / 6), (10.0, 7 / 6)):
-        found_s = Windows(forward_s=forward_s).exposed_s(timeline, update_plan.workload, cost())
+        found_s = Windows(forward_s=forward_s).added_time(timeline, update_plan.workload, cost()).exposed_s
         assert found_s == pytest.approx(exposed_s), forward_s
 
 
@@ -81,11 +81,11 @@ def test_the_next_backward_hides_flushes_until_it_prefetches(
     found = overlap.phases(timeline, update_plan.workload, cost())
     assert tuple(span.phase for span in found) == phases
     assert tuple(span.end_s for span in found) == pytest.approx(ends_s)
-    assert overlap.exposed_s(timeline, update_plan.workload, cost()) == pytest.approx(exposed_s)
+    assert overlap.added_time(timeline, update_plan.workload, cost()).exposed_s == pytest.approx(exposed_s)
     # Nothing overlaps with the next forward, and so nothing with the backward after it.
     in_step = Windows(backward_s=backward_s)
     timeline = simulate(update_plan.schedule, update_plan.workload, cost(), in_step)
-    assert in_step.exposed_s(timeline, update_plan.workload, cost()) == timeline.end_s
+    assert in_step.added_time(timeline, update_plan.workload, cost()).exposed_s == timeline.end_s
 
 
 def test_eager_units_are_updated_in_backward_as_soon_as_it_has_completed_them() -> None:

@@ -156,7 +156,7 @@ def _predict(
     usable = windows if has_accelerator else NO_WINDOWS
     timeline = simulate(plan.schedule, plan.workload, cost, usable)
     phases = usable.phases(timeline, plan.workload, cost)
-    return PredictedUpdate(timeline, usable.exposed_s(timeline, plan.workload, cost), phases)
+    return PredictedUpdate(timeline, usable.added_time(timeline, plan.workload, cost).exposed_s, phases)
 
 
 def _load_profile(
