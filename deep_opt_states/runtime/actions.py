@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -18,23 +18,19 @@ from perf_model.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class UnitOperations:
-    """The update and the publication of one unit, for the gradients and the parameters that it contains now."""
+class Views:
+    """The views of tensors that one action copies or updates, for ``tensors``, its unit's gradients and parameters."""
 
+    unit: UnitState
     tensors: list[torch.Tensor]
-    updates: dict[int | None, list[RangeUpdate]]
-    """The updates by the index of the slot that holds the states; None for states outside slots."""
-    publications: Copies
-    distributed: Copies
-    """The copies within the accelerator that follow ``publications``."""
+    copies: Copies = field(default_factory=list)
+    distributed: Copies = field(default_factory=list)
+    """The copies within the accelerator that follow ``copies``."""
+    updates: list[RangeUpdate] = field(default_factory=list)
 
-    def is_current(self, state: UnitState) -> bool:
-        """Return whether the unit still uses these gradients and parameters."""
-        return all(map(is_, self.tensors, _tensors_of(state)))
-
-
-def _tensors_of(state: UnitState) -> list[torch.Tensor]:
-    return [tensor for part in state.parts for tensor in (part.grad, part.param)]
+    @property
+    def are_current(self) -> bool:
+        return all(map(is_, self.tensors, self.unit.tensors))
 
 
 class Actions:
@@ -50,9 +46,8 @@ class Actions:
         """Memory with each slot for the parameters of an eager unit, if streamed units are eager."""
         self._shift = 0
         """The index of the slot that actions with slot 0 use in this update."""
-        self._state_copies: dict[tuple[str, int, bool], Copies] = {}
-        """The copies by the action's name, its slot and whether the shadow is current: the host issues hundreds."""
-        self._operations: dict[int, UnitOperations] = {}
+        self._views: dict[tuple[str, int | None, bool], Views] = {}
+        """The views by action, slot and whether the shadow is current: the host issues hundreds of copies."""
         self.bodies: Mapping[ActionKind, Callable[[Action], None]] = {
             ActionKind.PREFETCH: self._prefetch,
             ActionKind.GPU_STEP: self._gpu_step,
@@ -82,7 +77,7 @@ class Actions:
         rounded += [self._device.empty(numel, part.param.dtype) for _ in range(len(rounded), num_rounded)]
         self._states, self._slots, self._rounded = states, slots[: schedule.num_slots], rounded[:num_rounded]
         self._shift = 0
-        self._forget_views()
+        self._views.clear()
 
     def shift_slots(self, number: int) -> None:
         """Shift the slot of every action by ``number`` slots, between two updates."""
@@ -94,43 +89,33 @@ class Actions:
 
     def forget_replaced_tensors(self) -> None:
         """Drop the references to gradients and parameters that units no longer use. No update is running."""
-        self._operations = {
-            unit: known for unit, known in self._operations.items() if known.is_current(self._states[unit])
-        }
+        # A copy: the worker may speculate a step meanwhile.
+        self._views = {key: views for key, views in self._views.copy().items() if views.are_current}
 
     def close(self) -> None:
         """Free the slots, and drop the references to the states."""
         self._slots.clear()
         self._rounded.clear()
-        self._forget_views()
+        self._views.clear()
         self._states = ()
 
-    def _forget_views(self) -> None:
-        self._state_copies.clear()
-        self._operations.clear()
-
-    def _slot_index(self, action: Action) -> int | None:
-        if action.slot is None or self._states[action.unit].disk is not None:
-            return action.slot
-        return (action.slot + self._shift) % len(self._slots)
-
     def _prefetch(self, action: Action) -> None:
-        self._copy(self._copies_of_states(action))
+        self._copy(self._views_of(action).copies)
 
     def _flush_states(self, action: Action) -> None:
-        self._copy(self._copies_of_states(action))
+        self._copy(self._views_of(action).copies)
 
     def _gpu_step(self, action: Action) -> None:
         self._gpu_speculate(action)
         # On the update's stream: the next unit staged in the same memory is updated on it, after this copy.
-        self._copy(self._operations_of(action).publications)
+        self._copy(self._views_of(action).copies)
 
     def _gpu_speculate(self, action: Action) -> None:
         assert self._device_adam is not None
-        self._device_adam.update_ranges(self._updates_of(action))
+        self._device_adam.update_ranges(self._views_of(action).updates)
 
     def _cpu_step(self, action: Action) -> None:
-        self._host_adam.update_ranges(self._updates_of(action))
+        self._host_adam.update_ranges(self._views_of(action).updates)
 
     def _commit(self, action: Action) -> None:
         shadow = self._states[action.unit].shadow
@@ -145,17 +130,11 @@ class Actions:
         transfer(states[action.slot])
 
     def _publish(self, action: Action) -> None:
-        state = self._states[action.unit]
-        if state.shadow is not None:
-            # Masters that are published change with the version that is current.
-            publications, distributed = state.publications()
-        else:
-            operations = self._operations_of(action)
-            publications, distributed = operations.publications, operations.distributed
-        self._copy(publications)
-        if distributed:
+        views = self._views_of(action)
+        self._copy(views.copies)
+        if views.distributed:
             # A launch for each of hundreds of parameters would take the host longer than the copies.
-            destinations, sources = zip(*distributed, strict=True)
+            destinations, sources = zip(*views.distributed, strict=True)
             torch._foreach_copy_(destinations, sources)
 
     def _adopt(self, action: Action) -> None:
@@ -166,42 +145,37 @@ class Actions:
         for destination, source in copies:
             self._device.copy(destination, source)
 
-    def _copies_of_states(self, action: Action) -> Copies:
-        state, index = self._states[action.unit], self._slot_index(action)
-        assert index is not None
-        key = action.name, index, state.shadow is not None and state.shadow.is_current
-        if key not in self._state_copies:
-            flushes = action.kind is ActionKind.FLUSH_STATES
-            copies = list(state.copied_states(self._slots[index], updated=flushes))
-            if flushes and state.shadow is not None:
-                rounded = (part for part in state.parts if not part.publishes_master)
-                copies += [(part.rounded, part.of_unit(self._rounded[index])) for part in rounded]
-            self._state_copies[key] = copies if flushes else [(there, here) for here, there in copies]
-        return self._state_copies[key]
-
-    def _updates_of(self, action: Action) -> list[RangeUpdate]:
-        if self._states[action.unit].shadow is not None and action.lane is Lane.CPU:
-            # They change with the version that is current, and an eager unit has few ranges.
-            return self._states[action.unit].cpu_updates()
-        updates, index = self._operations_of(action).updates, self._slot_index(action)
-        if index not in updates:
-            updates[index] = self._derive_updates(action, index)
-        return updates[index]
-
-    def _operations_of(self, action: Action) -> UnitOperations:
-        """Return the unit's operations. The worker and the caller's thread call this for different units."""
-        state = self._states[action.unit]
-        known = self._operations.get(action.unit)
-        if known is None or not known.is_current(state):
-            # A unit on disk is in the same slot in each update.
-            publications = state.publications(action.slot)
-            known = self._operations[action.unit] = UnitOperations(_tensors_of(state), {}, *publications)
+    def _views_of(self, action: Action) -> Views:
+        """Return the views of ``action``. The worker and the caller's thread call this for different units."""
+        state, slot = self._states[action.unit], action.slot
+        if slot is not None and state.disk is None:
+            slot = (slot + self._shift) % len(self._slots)
+        key = action.name, slot, state.shadow is not None and state.shadow.is_current
+        known = self._views.get(key)
+        if known is None or not known.are_current:
+            known = self._views[key] = self._derive(action, state, slot)
         return known
 
-    def _derive_updates(self, action: Action, slot: int | None) -> list[RangeUpdate]:
-        state = self._states[action.unit]
+    def _derive(self, action: Action, state: UnitState, slot: int | None) -> Views:
+        if action.kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES):
+            return Views(state, state.tensors, self._copies_of_states(action.kind, state, slot))
+        if action.lane is Lane.CPU:
+            return Views(state, state.tensors, updates=state.cpu_updates(slot))
+        copies, distributed = state.publications(slot)
         if action.lane is not Lane.COMPUTE:
-            return state.cpu_updates(slot)
+            return Views(state, state.tensors, copies, distributed)
+        return Views(state, state.tensors, copies, updates=self._updates_on_accelerator(state, slot))
+
+    def _copies_of_states(self, kind: ActionKind, state: UnitState, slot: int | None) -> Copies:
+        assert slot is not None
+        flushes = kind is ActionKind.FLUSH_STATES
+        copies = list(state.copied_states(self._slots[slot], updated=flushes))
+        if flushes and state.shadow is not None:
+            rounded = (part for part in state.parts if not part.publishes_master)
+            copies += [(part.rounded, part.of_unit(self._rounded[slot])) for part in rounded]
+        return copies if flushes else [(there, here) for here, there in copies]
+
+    def _updates_on_accelerator(self, state: UnitState, slot: int | None) -> list[RangeUpdate]:
         if slot is None:
             assert state.resident is not None
             return [part.accelerator_update(state.resident.states) for part in state.parts]

@@ -39,7 +39,7 @@ class StatesInSlot:
         tensors: dict[int, dict[str, torch.Tensor]] = {}
         slot_bytes = 0
         for run in runs:
-            # The slot holds whole pages, also those of which only a part belongs to the unit.
+            # The slot holds whole pages, even if only a part belongs to the unit.
             to_slot = slot_bytes - run.begin_bytes // PAGE_BYTES * PAGE_BYTES
             dtype = disk.dtypes[run.name]
             numel = (run.end_bytes - run.begin_bytes) // dtype.itemsize

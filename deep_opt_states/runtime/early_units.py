@@ -51,7 +51,7 @@ class EarlyUnits:
         return {action.name for action in self._actions}
 
     def speculate(self, unit: int, reduced: Event) -> None:
-        """Issue the actions up to the first step of a unit whose gradients are not complete. Those of ``unit`` are."""
+        """Issue the actions up to the first step of a unit whose gradients are not complete, as ``unit``'s are now."""
         self._reduced[unit] = reduced
         for action in self._actions[self._issued :]:
             if action.kind is ActionKind.GPU_SPECULATE:

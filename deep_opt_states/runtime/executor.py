@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from enum import Enum
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import is_
 from typing import Any
@@ -17,7 +15,8 @@ from deep_opt_states.device.interface import Device, Event
 from deep_opt_states.device.kernels.adam import AdamKernel, AdamStep, AdamTensors
 from deep_opt_states.runtime.actions import Actions
 from deep_opt_states.runtime.issuer import Issuer
-from deep_opt_states.runtime.lanes import LaneStreams, check_executable
+from deep_opt_states.runtime.kept_failure import KeptFailure
+from deep_opt_states.runtime.lanes import LaneStreams, Waiter, check_executable
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.uninterrupted import Uninterrupted, Value, section
 from deep_opt_states.runtime.worker import HostThreads
@@ -27,40 +26,28 @@ from perf_model.schedule.action import Lane
 from perf_model.schedule.schedule import Schedule
 
 
-class Waiter(Enum):
-    """The one that waits until all units are updated and published."""
-
-    STREAM = "stream"
-    """The current stream, without flushes. The host waits for the worker alone."""
-    HOST = "host"
-    """The host, also for flushes and for writes to disk."""
-
-
 class Executor:
     """The runtime that executes one schedule per optimizer step, on the accelerator's streams and one worker thread.
 
-    ``host_adam`` updates in host memory, and ``device_adam`` on the accelerator; it may be None if the CPU updates all
-    units. Every action is issued, or run by the worker, inside the context ``span(name)``. Raise ``ScheduleError`` if
-    the schedule is not safe to execute. Only the constructor and ``load_plan`` reserve streams, events and slots.
+    ``host_adam`` updates in host memory, and ``device_adam``, None if the CPU updates all units, on the accelerator.
+    Actions run inside the context ``span(name)``. Raise ``ScheduleError`` if the schedule is not safe to execute. Only
+    the constructor and ``load_plan`` reserve streams, events and slots.
 
     **Order of calls.** One thread makes all calls. ``publish`` and ``advance`` are for the time between ``begin`` and
-    ``end``; ``prefetch``, ``speculate``, ``sync_states_to_host``, ``load_plan``, ``forget_replaced_tensors`` and
-    ``touch`` are not.
+    ``end``; the methods for the time between two updates assert it.
 
-    **Memory.** From ``begin`` to ``end``, gradients, optimizer states and parameters belong to the executor: the caller
-    neither writes to gradients and states nor reads parameters. After ``publish``, the parameters of that unit may be
-    read and written on the stream that was current there. After ``end``, gradients and parameters belong to the caller:
-    everywhere if the host has waited, otherwise on the stream that was current there. Optimizer states do so from
-    ``sync_states_to_host`` to ``prefetch``, ``speculate`` or ``begin``.
+    **Memory.** From ``begin`` to ``end``, the caller neither writes to gradients and states nor reads parameters. After
+    ``publish``, it may read and write the unit's parameters on the stream that was current there. After ``end``, it may
+    use gradients and parameters: everywhere if the host has waited, otherwise on the stream that was current there. It
+    may use optimizer states from ``sync_states_to_host`` to ``prefetch``, ``speculate`` or ``begin``.
 
-    **Speculation.** ``speculate`` updates eager units before it is known whether their step is the one that ``begin``
-    receives. It writes no memory that anybody reads before. If the steps or the gradients are others then, it was in
-    vain. A caller that writes to gradients of speculated units calls ``forget_speculations``.
+    **Speculation.** ``speculate`` updates eager units for the step that ``begin`` will probably receive, in memory that
+    nothing reads before. If the steps or the gradients are others then, it was in vain. A caller that writes to
+    gradients of speculated units calls ``forget_speculations``.
 
-    **Failure.** Any exception in any lane is fatal for the update: some units may be updated and others not. The
-    executor waits for the operations in flight, keeps the exception in ``failure``, and issues nothing until
-    ``clear_failure``. It does not raise, since a rank that raised alone would leave the other ranks waiting in a
-    collective: the caller reads ``failure`` and agrees with the other ranks first.
+    **Failure.** Any exception in any lane is fatal for the update: some units may be updated and others not.
+    ``failure`` keeps it, and nothing is issued until ``clear_failure``. It is not raised, because the other ranks would
+    wait in a collective for a rank that has raised alone: the caller agrees with them first.
 
     **Interrupts.** An exception that a signal handler raises is no failure: it ends only the wait for a *section*
     (``uninterrupted.py``). Every wait can be repeated with the same result, and a handler may call any method itself.
@@ -77,8 +64,7 @@ class Executor:
     ) -> None:
         self._device = device
         self._lanes = LaneStreams(device)
-        streams = self._lanes.streams
-        self._elsewhere = StatesElsewhere(device, streams[Lane.H2D], streams[Lane.COMPUTE], streams[Lane.D2H])
+        self._elsewhere = StatesElsewhere(device, self._lanes.streams)
         # Where slots are host memory, both are the same kernel, whose step starts once.
         self._kernels = tuple({id(adam): adam for adam in (host_adam, device_adam) if adam is not None}.values())
         self._host_adam = host_adam
@@ -88,18 +74,16 @@ class Executor:
         self._speculated_grads: dict[int, list[torch.Tensor]] = {}
         self.kept_speculations: bool | None = None
         """Whether all speculated steps were those of the last update; None if none was speculated."""
-        self._pending = False
-        self._flushing = False
-        """Whether only a stream has waited for the last update, so that flushes and writes may be in flight."""
-        self._failure: BaseException | None = None
+        self._pending = self._flushing = False
+        """Whether an update is in flight, and whether flushes and writes may be: only a stream has waited."""
         self._threads = HostThreads(device.enter_thread, uses_disk=schedule.num_disk_slots > 0)
         self._uninterrupted = Uninterrupted(device)
         self._issuer = Issuer(device, self._lanes, self._threads, self._actions.bodies, span)
+        self._kept = KeptFailure(self._issuer, self._lanes, self._forget_speculations)
         try:
             self._use(schedule, states)
         except BaseException:
-            self._threads.close()
-            self._uninterrupted.close()
+            self.close()
             raise
 
     @property
@@ -112,7 +96,7 @@ class Executor:
     def failure(self) -> BaseException | None:
         """Return the exception that left the states inconsistent, until ``clear_failure``."""
         self._uninterrupted.settle()
-        return self._failure
+        return self._kept.error
 
     def run_uninterrupted(self, run: Callable[[], Value]) -> Value:
         """Call ``run`` as a section, and return its result or raise its exception (*Interrupts*)."""
@@ -146,11 +130,10 @@ class Executor:
     def prefetch(self) -> None:
         """Load resident states, and fill each slot for the next update for the first time, during backward."""
         assert not self._pending
-        if self._failure is not None:
-            return
-        with self._keep_failure():
-            self._elsewhere.load()
-            self._issuer.prefetch()
+        if self._kept.error is None:
+            with self._kept.keep():
+                self._elsewhere.load()
+                self._issuer.prefetch()
 
     @section
     def speculate(self, units: Sequence[int], steps: Sequence[AdamStep], ready: Event | None, reduced: Event) -> None:
@@ -159,22 +142,21 @@ class Executor:
         Their gradients are complete on the accelerator after ``reduced``, and in host memory after ``ready``, or now.
         """
         assert not self._pending
-        if self._failure is not None:
-            return
-        with self._keep_failure():
-            if self._assumed != tuple(steps):
-                self._forget_speculations()
-                for kernel in self._kernels:
-                    kernel.assume_step(steps)
-                self._assumed = tuple(steps)
-            for unit in units:
-                self._speculated_grads[unit] = self._actions.grads_of(unit)
-                self._issuer.speculate(unit, ready, reduced)
+        if self._kept.error is None:
+            with self._kept.keep():
+                if self._assumed != tuple(steps):
+                    self._forget_speculations()
+                    for kernel in self._kernels:
+                        kernel.assume_step(steps)
+                    self._assumed = tuple(steps)
+                for unit in units:
+                    self._speculated_grads[unit] = self._actions.grads_of(unit)
+                    self._issuer.speculate(unit, ready, reduced)
 
     @section
     def forget_speculations(self, units: Collection[int] | None = None) -> None:
         """Update eager ``units``, by default all, after ``begin``. The host waits for those being speculated."""
-        with self._keep_failure():
+        with self._kept.keep():
             self._issuer.forget_speculations(units)
 
     def _forget_speculations(self) -> None:
@@ -184,9 +166,8 @@ class Executor:
 
     def _is_speculated(self, unit: int, steps: Sequence[AdamStep]) -> bool:
         """Return whether the step of ``unit`` that was speculated is the one of the update that has started."""
-        return self._assumed == tuple(steps) and all(
-            map(is_, self._speculated_grads[unit], self._actions.grads_of(unit))
-        )
+        grads = self._actions.grads_of(unit)
+        return self._assumed == tuple(steps) and all(map(is_, self._speculated_grads[unit], grads))
 
     @section
     def sync_states_to_host(self) -> None:
@@ -196,10 +177,9 @@ class Executor:
         self.end()
         # A prefetch in flight is harmless: the next copy into its slot follows on the same stream.
         self._issuer.forget_prefetches()
-        with self._keep_failure():
+        with self._kept.keep():
             self._forget_speculations()
-        if self._failure is None:
-            with self._keep_failure():
+            if self._kept.error is None:
                 self._elsewhere.write_back()
         self._elsewhere.invalidate()
 
@@ -211,10 +191,10 @@ class Executor:
         issued yet, because the caller may have to wait for the whole device first.
         """
         assert not self._pending
-        assert self._failure is None
+        assert self._kept.error is None
         self._issuer.begin()
         self._pending, self._flushing = True, False
-        with self._keep_failure():
+        with self._kept.keep():
             # A write of the last update may have failed since.
             self._issuer.stop.raise_cause()
             # Inside: it may run out of memory, and the other ranks must know.
@@ -232,14 +212,13 @@ class Executor:
 
     @property
     def may_advance(self) -> bool:
-        return self.pending and self._failure is None and not self._issuer.has_issued_all
+        return self.pending and self._kept.error is None and not self._issuer.has_issued_all
 
     @section
     def advance(self) -> None:
         """Issue the remaining actions. The host does not wait."""
-        if self.may_advance:
-            with self._keep_failure():
-                self._issuer.issue_all()
+        with self._kept.keep():
+            self._issuer.issue_all()
 
     @property
     def has_published_all(self) -> bool:
@@ -248,25 +227,23 @@ class Executor:
             return True
         # The last one first: it is nearly always the one that is missing.
         positions = reversed(self._issuer.schedule.publishing.values())
-        return self._failure is None and all(map(self._issuer.has_finished, positions))
+        return self._kept.error is None and all(map(self._issuer.has_finished, positions))
 
     def publish(self, unit: int) -> None:
         """Make the current stream wait for the publication of ``unit``, and the host until the worker has issued it."""
         # If only a stream has waited, the current stream may be another one, still ahead of the update.
-        ended = not (self.pending or self._flushing)
-        if ended or self._failure is not None:
+        if not (self.pending or self._flushing) or self._kept.error is not None:
             return
         position = self._issuer.schedule.publishing[unit]
         # A section takes tens of microseconds, and forward calls this for each module.
         if not self._issuer.is_brought_out(position):
             self._bring_out(position)
-        if self._failure is None:
-            action = self._issuer.schedule.actions[position]
-            self._device.current_stream().wait(self._issuer.events.finished[action.name])
+        if self._kept.error is None:
+            self._device.current_stream().wait(self._issuer.finished_at(position))
 
     @section
     def _bring_out(self, position: int) -> None:
-        with self._keep_failure():
+        with self._kept.keep():
             self._issuer.bring_out(position)
 
     def end(self, waiting: Waiter = Waiter.HOST) -> None:
@@ -280,26 +257,23 @@ class Executor:
 
     @section
     def _end(self, waiting: Waiter) -> None:
-        if self._pending and self._failure is None:
-            with self._keep_failure():
+        if self._pending and self._kept.error is None:
+            with self._kept.keep():
                 self._issuer.finish()
                 self._lanes.record_end(self._issuer.events)
-                if waiting is Waiter.HOST:
-                    self._issuer.finish_writes()
-                    self._lanes.wait_until_drained()
-                else:
+                if waiting is Waiter.STREAM:
                     self._lanes.order_after_update()
                     self._issuer.carry_flushes()
                 self._issuer.forget_prefetches()
                 self._actions.shift_slots(self._issuer.slot_shift)
-                self._flushing = waiting is Waiter.STREAM
-        elif self._flushing and waiting is Waiter.HOST:
-            # Also after a failure on another rank: a checkpoint is then loaded into the memory that flushes write to.
-            with self._keep_failure():
-                self._issuer.finish_writes()
-                self._lanes.wait_until_drained()
+                self._flushing = True
         self._pending = False
         if waiting is Waiter.HOST:
+            if self._flushing:
+                # Also after a failure on another rank: a checkpoint is loaded into the memory that flushes write to.
+                with self._kept.keep():
+                    self._issuer.finish_writes()
+                    self._lanes.wait_until_drained()
             self._issuer.forget_flushes()
             self._flushing = False
 
@@ -322,28 +296,19 @@ class Executor:
         """Return whether the update has failed, after waiting at most ``timeout_s`` for the host's part of it."""
         end_s = time.monotonic() + timeout_s
         if self._uninterrupted.settle(timeout_s):
-            done, _ = wait(self._issuer.on_cpu.values(), max(0.0, end_s - time.monotonic()))
-            failures = [failure for future in done if (failure := future.exception()) is not None]
-            if self._failure is None and failures:
-                self._failure = failures[0]
-        return self._failure is not None
+            self._kept.wait_for_threads(max(0.0, end_s - time.monotonic()))
+        return self._kept.error is not None
 
     def fail(self, cause: BaseException) -> None:
         """Record that the states are inconsistent because of ``cause``, on this rank or on another one."""
         self._uninterrupted.settle()
-        self._failure = cause
+        self._kept.error = cause
 
     @section
     def clear_failure(self) -> None:
         """Allow updates again, after the caller has restored every state from a checkpoint."""
-        self._failure = None
-        self._issuer.stop.clear()
         self._pending = self._flushing = False
-        self._issuer.forget_flushes()
-        self._issuer.on_cpu = {}
-        self._issuer.forget_prefetches()
-        with suppress(Exception):
-            self._forget_speculations()
+        self._kept.clear()
         self._elsewhere.invalidate()
 
     def close(self) -> None:
@@ -363,21 +328,3 @@ class Executor:
             self._lanes.drain()
         self._actions.close()
         self._elsewhere.set_units(())
-
-    @contextmanager
-    def _keep_failure(self) -> Iterator[None]:
-        """Keep an exception that is raised inside in ``failure``, and stop the update. Sections call this."""
-        try:
-            yield
-        except BaseException as error:  # noqa: BLE001 (kept until it is raised on all ranks)
-            self._issuer.stop.set()
-            # Immediately: if the next lines never return, the end of the process still reports it.
-            self._failure = error
-            self._failure = self._issuer.first_error(error)
-            # Operations in flight still write to states, into which a checkpoint is loaded, and to slots, which are
-            # freed. An error here is ignored, because ``failure`` already reports one.
-            with suppress(Exception):
-                self._lanes.drain()
-            self._issuer.forget_prefetches()
-            with suppress(Exception):
-                self._forget_speculations()

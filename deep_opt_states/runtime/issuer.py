@@ -123,7 +123,7 @@ class Issuer:
         self._speculated[action] = self._threads[Lane.CPU].submit(run)
 
     def keep_speculations(self, is_valid: Callable[[int], bool]) -> bool | None:
-        """Keep the speculated steps of valid units for the update that has started, and forget the others.
+        """Keep the speculated steps of valid units for the update that has started, and discard the others.
 
         The update runs those that have not started in its own order. One that runs in vain ends before its repetition,
         because the worker runs one after the other. Return whether all were valid, None if there are none.
@@ -210,7 +210,7 @@ class Issuer:
             self.issued += 1
 
     def _submit(self, action: Action, events: ActionEvents, writes_before: Sequence[Future[None]]) -> Future[None]:
-        """Let a thread run or issue ``action``; a read waits for the first ``writes_before``, of the update before."""
+        """Let a thread run or issue ``action``; a read waits for the first ``writes_before``, of the last update."""
         thread, after = self._thread_of[action.name], writes_before[: self._waits_for_writes.get(action.name, 0)]
         # The earlier actions of the same thread have ended by then.
         others = (name for name in action.waits if self._thread_of[name] is not thread and name in self.on_cpu)
@@ -222,7 +222,6 @@ class Issuer:
         return self.issued == len(self.schedule.actions)
 
     def issue_all(self) -> None:
-        """Issue the remaining actions. The host does not wait."""
         self.issue(len(self.schedule.actions))
 
     def finish(self) -> None:
@@ -247,7 +246,10 @@ class Issuer:
 
     def has_finished(self, position: int) -> bool:
         """Return whether the action at ``position``, which is not on the CPU lane, has finished, as far as is known."""
-        return self.is_brought_out(position) and self.events.finished[self.schedule.actions[position].name].finished()
+        return self.is_brought_out(position) and self.finished_at(position).finished()
+
+    def finished_at(self, position: int) -> Event:
+        return self.events.finished[self.schedule.actions[position].name]
 
     def bring_out(self, position: int) -> None:
         """Issue the actions up to ``position``, and block the host until that action is issued."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Event, Stream
@@ -16,6 +17,15 @@ from perf_model.schedule.check import ScheduleError, check, check_next_update
 from perf_model.schedule.schedule import Schedule
 from perf_model.schedule.slots import in_vain
 from perf_model.schedule.workload import Workload
+
+
+class Waiter(Enum):
+    """The one that waits until all units are updated and published."""
+
+    STREAM = "stream"
+    """The current stream, without flushes. The host waits for the worker alone."""
+    HOST = "host"
+    """The host, also for flushes and for writes to disk."""
 
 
 class ActionEvents:
@@ -59,7 +69,7 @@ class ActionEvents:
 
 
 class LaneStreams:
-    """The streams of all lanes but those of threads, with the events for their start and their end.
+    """The streams of all lanes that are no threads, with the events for their start and their end.
 
     With one stream per lane, lanes overlap, and small publications overtake prefetches and flushes.
 

@@ -67,7 +67,7 @@ class UnitPart:
     - ``param``: in the model's dtype, a view of DeepSpeed's flat buffer, which is in pinned memory if offloaded.
     - ``rounded``: the tensor in host memory that a CPU update publishes: ``param`` itself where the CPU can write it,
       or ``states.master`` if that has the model's dtype, except in the persistent unit. In an eager unit it is not
-      ``param``, and ``states.master`` stands for the masters of the current version.
+      ``param``, and ``states.master`` means the masters of the current version.
     - ``staged``: memory on the accelerator for the updated parameters if ``param`` is in host memory, else None. All
       units share it, which is safe because one stream both updates and copies.
     """
@@ -148,6 +148,11 @@ class UnitState:
     def length(self) -> int:
         """Return the elements of the unit's memory on the accelerator."""
         return self.parts[-1].offset + self.parts[-1].elements.numel
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the gradients and the parameters, which the caller may replace between two updates."""
+        return [tensor for part in self.parts for tensor in (part.grad, part.param)]
 
     @property
     def is_on_accelerator(self) -> bool:

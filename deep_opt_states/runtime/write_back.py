@@ -7,11 +7,12 @@ written back before any other code reads or writes optimizer states, and before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deep_opt_states.device.interface import Device, Stream
 from deep_opt_states.runtime.state import Resident, Shadow, UnitState
+from perf_model.schedule.action import Lane
 
 
 class StatesElsewhere:
@@ -20,9 +21,9 @@ class StatesElsewhere:
     No update is in flight and no step is speculated, except in ``load`` and ``mark_updated``.
     """
 
-    def __init__(self, device: Device[Any], h2d: Stream[Any], compute: Stream[Any], d2h: Stream[Any]) -> None:
+    def __init__(self, device: Device[Any], streams: Mapping[Lane, Stream[Any]]) -> None:
         self._device = device
-        self._h2d, self._compute, self._d2h = h2d, compute, d2h
+        self._h2d, self._compute, self._d2h = (streams[lane] for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H))
         self._loaded = device.event()
         self._written = device.event()
         self.set_units(())

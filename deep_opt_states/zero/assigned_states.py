@@ -87,7 +87,7 @@ class AssignedStates:
 
     @property
     def moments_were_narrowed(self) -> bool:
-        """Return whether a load or a script has put moments in the dtype of the masters, which is not that of ours."""
+        """Return whether a load or a script has put moments in the dtype of the masters, and ours are in another."""
         dtypes = self._memory.dtypes
         if dtypes.moment == dtypes.master:
             return False

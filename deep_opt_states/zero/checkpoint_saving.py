@@ -37,7 +37,7 @@ class KeptError:
             return write(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 (``raise_first`` raises it)
             self.error = error
-            # PyTorch's writer of archives raises RuntimeError, which other errors than those of files also are.
+            # PyTorch's writer of archives raises RuntimeError, as do errors that concern no file.
             if isinstance(error, OSError) or "inline_container" in str(error) or isinstance(error.__cause__, OSError):
                 self.error = _explained(Path(kwargs["path"] if "path" in kwargs else args[-1]), error)
                 self.error.__cause__ = error

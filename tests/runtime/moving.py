@@ -18,7 +18,8 @@ from deep_opt_states.device.cuda import CudaDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.device.kernels.triton_adam import TritonAdam
-from deep_opt_states.runtime.executor import Executor, Waiter
+from deep_opt_states.runtime.executor import Executor
+from deep_opt_states.runtime.lanes import Waiter
 from deep_opt_states.runtime.state_memory import StateMemory
 from perf_model.prediction.memory import TrainingSetup
 from perf_model.schedule.cutting import BORDER_MULTIPLE

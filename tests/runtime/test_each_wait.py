@@ -55,7 +55,7 @@ WAITS = {
 
 WITHOUT_A_NUMBER = {
     "disk_states._transfer-0": "a disk; test_disk.py has two folders",
-    "executor._keep_failure-0": "no update follows a failure",
+    "kept_failure.keep-0": "no update follows a failure",
     "executor.load_plan-1": "a disk; test_disk.py changes plans with reads in flight",
     "executor.touch-0": "all memory is zero already",
     "exposure.phases-0": "the host waits before it reads times",

@@ -20,8 +20,9 @@ from deep_opt_states.device.cpu import HostDevice
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.kernels.adam import AdamTensors, RangeUpdate
 from deep_opt_states.runtime.actions import Actions
-from deep_opt_states.runtime.executor import Executor, Waiter
+from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.issuer import Issuer
+from deep_opt_states.runtime.lanes import Waiter
 from deep_opt_states.runtime.write_back import StatesElsewhere
 from perf_model.schedule.placement import Placement
 from perf_model.schedule.plan import UpdatePlan

@@ -55,7 +55,7 @@ def register(hooks: Any) -> Callable[[], None]:
     _REGISTERED.append(reference)
 
     def remove() -> None:
-        # Also those of engines that were freed.
+        # Also the hooks of engines that were freed.
         _REGISTERED[:] = [other for other in _REGISTERED if other is not reference and other() is not None]
         if _REGISTERED:
             return

@@ -73,7 +73,7 @@ class EagerUpdates:
         self._window = _Window(Counter())
 
     def reduced(self, params: Sequence[Any]) -> None:
-        """Start the updates of the units whose gradients are complete with those of ``params``.
+        """Start the updates of the units whose gradients are complete with ``params``.
 
         They were reduced in the last micro-batch, on the current stream. If another backward adds to a gradient that
         was complete, its units are left to the update.
@@ -122,7 +122,7 @@ class EagerUpdates:
         self._record(is_in_vain=not (is_likely if kept is None else kept))
 
     def skipped(self) -> None:
-        """Record a step that is skipped, and forget the steps that were speculated for it."""
+        """Record a step that is skipped, and discard the steps that were speculated for it."""
         self.forget()
         self._record(is_in_vain=True)
 

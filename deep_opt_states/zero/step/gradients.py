@@ -4,7 +4,7 @@ The gradient of a parameter is the sum of all gradients that were reduced for it
 were none. Stock deviates from that in two cases, the only ones in which we do not reproduce its bits:
 
 1. A parameter gets no gradient in some backward. At the step, stock then reuses the content of its fp32 buffer, which
-   is the scaled gradient of the previous step. A sum over micro-batches continues that of the previous window.
+   is the scaled gradient of the previous step. A sum over micro-batches continues the previous sum.
 2. A gradient is reduced more than once in one backward, for example because a layer is used several times under
    reentrant checkpointing. In stock, each reduction overwrites the previous one, or an assertion fails. Here the
    gradients are added up, as in PyTorch without ZeRO.

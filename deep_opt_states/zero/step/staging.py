@@ -13,9 +13,9 @@ from perf_model.prediction.memory import NUM_STAGING_BUFFERS
 class Staging:
     """A ring of buffers on the accelerator through which a separate stream copies gradients to the host.
 
-    A gradient is copied into a buffer on the stream that has reduced it, so that its own memory can be reused. The copy
-    to the host overlaps with backward. Before a buffer is overwritten, the writing stream waits for that copy; the host
-    never does. ``staging_numel`` of the memory model makes the buffers no larger than stock's.
+    A gradient is copied into a buffer on the stream that has reduced it, so that its memory can be reused. The copy to
+    the host overlaps with backward. Before a buffer is overwritten, the writing stream waits for that copy; the host
+    never does.
     """
 
     def __init__(self, device: Device[Any], buffer_numel: int, dtype: torch.dtype) -> None:

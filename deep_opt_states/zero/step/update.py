@@ -4,21 +4,15 @@ The life of an update, as ``UpdatePhase``::
 
     IDLE --run--> DEFERRED --wait_on_stream--> FINISHED --synchronize_ranks--> IDLE, or FAILED on every rank
 
-A deferred update has published the persistent unit when ``run`` returns, and updates the others while the next forward
-runs. An update that must end within ``step()`` goes through all phases in ``run``. ``synchronize_ranks`` may also
-follow ``DEFERRED`` directly, such as before a checkpoint is saved.
+A deferred update has published the persistent unit when ``run`` returns, and updates the others during the next
+forward. Any other update goes through all phases in ``run``, which is a collective then. ``synchronize_ranks``, the
+other collective, is for the next ``step()``, a new engine, checkpoints and gathers outside forward. It may also follow
+DEFERRED directly. A load that has restored all states calls ``clear_failure``: FAILED becomes IDLE.
 
-Backward calls ``prefetch``, at an accumulation boundary, and ``wait_on_stream``, on every rank: the current stream then
-waits for all but the flushes. ``step()`` calls ``run`` at its last sub-group; ``run`` is a collective unless the update
-is deferred. ``step()`` and forward call ``advance``, and forward ``unit_waits`` before it reads parameters. Each reader
-of parameters or states calls ``wait``, also on one rank alone: this rank's part is then done, and the phase is as
-before. ``synchronize_ranks`` is a collective, for the next ``step()``, a new engine, checkpoints and gathers outside
-forward. A load that has restored all states calls ``clear_failure``: FAILED becomes IDLE. ``close`` ends and reports
-everything.
-
-The phase is the same on every rank, because only calls that every rank makes at the same point change it. How far a
-rank's own part is, and whether it has failed, differs until the ranks synchronize. A rank may also fail alone between
-two updates, for example in a prefetch. So the ranks synchronize before each step and each collective use of the states.
+The phase is the same on every rank, because only calls that every rank makes at the same point change it. ``wait``,
+which a reader of parameters or states may call on one rank alone, does not. How far a rank's own part is, and whether
+it has failed, also between two updates, differs. So the ranks synchronize before each step and each collective use of
+the states.
 
 An exception that a signal handler raises, such as ``KeyboardInterrupt``, may end each of these calls. It is no failure:
 the update stays in flight, and the next call ends it (*Interrupts* in ``docs/dev/design.md``). The phase changes only
@@ -35,8 +29,8 @@ from collections.abc import Callable, Sequence
 
 from deep_opt_states import log
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.runtime.executor import Waiter
 from deep_opt_states.runtime.failure import UpdateFailed
+from deep_opt_states.runtime.lanes import Waiter
 from deep_opt_states.runtime.worker import EXIT_TIMEOUT_S
 from deep_opt_states.zero.internals.agreement import RanksDisagree, StepAgreement
 from deep_opt_states.zero.step.exposure import OnFinished
@@ -58,26 +52,22 @@ class UpdatePhase(enum.Enum):
 
 
 class Update:
-    """The updates of one engine, one after the other, with the phase that the last of them is in.
+    """The updates of one engine, with the phase of the last one.
 
-    ``on_finished`` is called once for each update that did not fail and whose waits were not interrupted.
-
-    A rank whose part fails still takes part in the collectives of forward, which the other ranks wait in;
-    ``synchronize_ranks`` then stops all ranks. A failure that no later call can raise is logged at exit.
+    ``on_finished`` is called once for each update that did not fail and whose waits were not interrupted. A rank whose
+    part fails still takes part in the collectives of forward, in which the other ranks wait; ``synchronize_ranks`` then
+    stops all ranks. A failure that no later call can raise is logged at exit.
     """
 
     def __init__(self, running: RunningPlan, *, defers: bool, on_finished: OnFinished) -> None:
         self._executor, self._exposure, self._windows = running.executor, running.exposure, running.windows
-        self._may_defer = defers
-        self._on_finished = on_finished
+        self._may_defer, self._on_finished = defers, on_finished
         self._agreement = StepAgreement()
         self.unit_waits = UnitWaits(running)
-        self.memory_is_short = False
-        """Whether accelerator memory is short on this rank, for the ranks to exchange."""
-        self.memory_is_short_anywhere = False
-        """Whether it was short on any rank at the last exchange."""
+        self.memory_is_short = self.memory_is_short_anywhere = False
+        """Whether accelerator memory is short on this rank now, and was on any rank when the ranks last agreed."""
         self.refusal: Exception | None = None
-        """The error by which this rank refuses the next update, for the ranks to exchange."""
+        """The error by which this rank refuses the next update."""
         self._phase = UpdatePhase.IDLE
         self._raised: BaseException | None = None
         """The failure that was raised or logged, and is not logged again at the end of the process."""
@@ -85,7 +75,6 @@ class Update:
 
     @property
     def is_deferred(self) -> bool:
-        """Return whether an update may be in flight on some rank; the same on every rank."""
         return self._phase is UpdatePhase.DEFERRED
 
     @property
@@ -103,16 +92,14 @@ class Update:
     def prefetch(self) -> None:
         """Start to copy the states that the next update needs first into the slots that are free."""
         # Backward calls this for each bucket, and a section takes tens of microseconds.
-        is_first = self._exposure.mark_prefetch()
         # Where windows are measured, the copies would slow down backward.
-        if is_first and not self._windows.is_measuring:
+        if self._exposure.mark_prefetch() and not self._windows.is_measuring:
             self._executor.prefetch()
 
     def run(self, steps: Sequence[AdamStep], prepare: Callable[[], object] = lambda: None) -> None:
-        """Start the update, with one entry of ``steps`` per sub-group, and end it unless it is deferred.
+        """Start the update, with one entry of ``steps`` per sub-group; ``prepare`` gives each unit its gradients.
 
-        ``prepare`` gives each unit its gradients. Raise ``UpdateFailed`` on every rank if an update that is not
-        deferred fails on any.
+        Unless it is deferred, end it, and raise ``UpdateFailed`` on every rank if it fails on any.
         """
         defers = self._may_defer and not self._windows.is_measuring
         self._exposure.begin_update()
@@ -132,7 +119,7 @@ class Update:
             self._windows.forward_starts()
 
     def skip(self) -> None:
-        """Report the last update, in a step that DeepSpeed skips. What was prefetched for it remains valid."""
+        """Report the last update, in a step that DeepSpeed skips. Prefetched states remain valid."""
         self._exposure.forget_prefetch()
         self.report()
 
@@ -143,12 +130,12 @@ class Update:
             with self._exposure.waits.direct():
                 self._executor.advance()
 
-    # End an update
+    # End and report an update
 
     def wait_on_stream(self) -> None:
-        """Make the current stream wait for the gradients and parameters that backward overwrites or reads.
+        """Make the current stream wait, on every rank, for the gradients and parameters that backward uses.
 
-        Every rank makes this call at the same point. States may still be copied to host memory during backward.
+        States may still be copied to host memory during backward.
         """
         if self.is_deferred:
             self._end(Waiter.STREAM)
@@ -184,7 +171,7 @@ class Update:
             self.raise_if_failed()
 
     def close(self) -> None:
-        """Wait for the update, log a failure that was not raised, and report what was not reported."""
+        """Wait for the update, log a failure that was not raised, and report updates that were not."""
         self.wait()
         self.log_unraised_failure()
         self.report()
@@ -195,15 +182,13 @@ class Update:
                 self._executor.end(waiting)
             self._record_end()
 
-    # Report updates
-
     def report(self) -> None:
         """Report the previous update and the last one, if it is over, once each. The host waits for their events."""
         self.report_previous()
         self._exposure.waits.report(self._on_finished)
 
     def report_previous(self) -> None:
-        """Report the update before the one that has started last, which may be in flight."""
+        """Report the update before the last one, which may be in flight."""
         self._exposure.report_previous(self._on_finished)
 
     def _record_end(self) -> None:
@@ -235,11 +220,10 @@ class Update:
 
     def clear_failure(self) -> None:
         """Allow updates again. The caller has restored every state from a checkpoint."""
-        if self._phase is UpdatePhase.FAILED:
-            self._phase = UpdatePhase.IDLE
+        self._phase = UpdatePhase.IDLE
         # The traceback of the failure refers to the slots and gradients of its update, which may be freed later.
         self._raised = None
-        # What was prefetched is stale.
+        # Prefetched states are stale.
         self._exposure.forget_prefetch()
         self._executor.clear_failure()
 
