@@ -36,9 +36,10 @@ from deep_opt_states.zero.start.reporting import EngineProgress
 from deep_opt_states.zero.step.buckets import Buckets
 from deep_opt_states.zero.step.eager import EagerUpdates
 from deep_opt_states.zero.step.gathers import Gathers
-from deep_opt_states.zero.step.gpu_memory import GpuMemory, WatchedForwards
+from deep_opt_states.zero.step.gpu_memory import GpuMemory
 from deep_opt_states.zero.step.norms import Norms
 from deep_opt_states.zero.step.update import Update
+from deep_opt_states.zero.step.watched_forwards import WatchedForwards
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 from perf_model.schedule.plan import UpdatePlan
 

@@ -17,8 +17,9 @@ from deep_opt_states.device import cuda
 from deep_opt_states.device.cuda import AllocatorWatch
 from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import Slot
-from deep_opt_states.zero.step.gpu_memory import GpuBudget, GpuMemory, WatchedForwards
+from deep_opt_states.zero.step.gpu_memory import GpuBudget, GpuMemory
 from deep_opt_states.zero.step.gradients import Gradients
+from deep_opt_states.zero.step.watched_forwards import WatchedForwards
 from tests.ranks import ranks
 from tests.software_gpu.filled_gpu.growing_inputs import BYTES_PER_TOKEN, CASE, Seen, Step, train_on_gpu
 from tests.software_gpu.ranks import software_process_group

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from deep_opt_states.zero.step.gpu_memory import WatchedForwards, layers_of
+from deep_opt_states.zero.step.watched_forwards import WatchedForwards, layers_of
 
 TOLERANCE = 100
 
