@@ -3,9 +3,8 @@
 Only this folder, and the hooks that ``stage3.py`` and its base classes override, depend on private names.
 
 Names that older releases lack are replaced where they are used, here and in ``spans.py``, and hooks at the end of this
-file, in classes whose names contain the first release that has the hook. ``device/kernels/arithmetic.py`` finds the
-powers of beta before 0.19 by trying, ``step()`` before 0.19.8 continues after a norm that is inf or NaN, and
-``start/refusals.py`` refuses missing features.
+file. ``device/kernels/arithmetic.py`` finds the powers of beta before 0.19 by trying, ``step()`` before 0.19.8
+continues after a norm that is inf or NaN, and ``start/refusals.py`` refuses missing features.
 """
 
 from __future__ import annotations
@@ -64,20 +63,17 @@ def unsynchronize_throughput_timer(ds_config: Any) -> None:
     timer = ds_config.timers_config
     if not (timer.enabled and timer.synchronized):
         return
-    if "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {}):
+    timer.synchronized = "synchronized" in param_dict(ds_config).get("timers", {}).get("throughput", {})
+    if timer.synchronized:
         log.warn(
             '"timers": {"throughput": {"synchronized": true}} waits for the whole device in each step: updates on the '
             "GPU are not overlapped with the next forward"
         )
-        return
-    timer.synchronized = False
 
 
 def checkpoint_files(engine: Any, folder: str, tag: str) -> tuple[list[Path], int, Path]:
-    """Return this rank's files with the model's state, the number of such files of all ranks, and the optimizer's file.
-
-    The first are several, or none, if another number of ranks shared the model.
-    """
+    """Return this rank's files with the model's state, the number of these of all ranks, and the optimizer's file."""
+    # If another number of ranks shared the model, the first are several or none.
     own = Path(engine._get_ckpt_name(folder, tag))
     found = [Path(name) for name in engine._get_all_ckpt_names(folder, tag)]
     optimizer = Path(engine._get_zero_ckpt_name(folder, tag))
@@ -123,7 +119,6 @@ def is_boundary(optimizer: Any) -> bool:
 
 
 def norm_dtype() -> torch.dtype:
-    """Return the dtype in which stock computes norms of gradients."""
     # Before 0.19.6, it is fp64 also on accelerators without fp64.
     return getattr(zero_utils, "get_norm_dtype", lambda: torch.float64)()
 
@@ -229,17 +224,10 @@ def partitions_by_name(optimizer: Any) -> list[list[Partition]]:
     ]
 
 
-def ranges_of_partitioned_params(optimizer: Any) -> dict[int, tuple[int, int, int]]:
-    """Return the sub-group, the begin and the end of each parameter that is not persistent, by ``ds_id``."""
+def partitioned_params(optimizer: Any) -> list[Parameter]:
+    """Return the parameters of all sub-groups but the persistent ones."""
     persistent = _persistent_ids(optimizer)
-    ranges = {}
-    for sub_group, group in enumerate(optimizer.fp16_groups):
-        end = 0
-        for param in group:
-            begin, end = end, end + param.partition_numel()
-            if param.ds_id not in persistent:
-                ranges[param.ds_id] = sub_group, begin, end
-    return ranges
+    return [param for group in optimizer.fp16_groups for param in group if param.ds_id not in persistent]
 
 
 def _persistent_ids(optimizer: Any) -> set[int]:

@@ -1,9 +1,9 @@
 """Start the updates of eager units in backward, for the step that is likely to follow.
 
-The norm of all gradients decides by which factor they are clipped, and whether the step is skipped. Nearly always the
-answer is: neither. So a unit whose gradients are complete is updated for that case, into the second version of its
-states (``Executor.speculate``). If the step or a gradient is another one, the unit is updated again from its untouched
-states. That is decided when the update begins, by comparison: no call in between can be missed.
+A step is nearly always neither clipped nor skipped. So a unit whose gradients are complete is updated for that case,
+into the second version of its states (``Executor.speculate``). If the step or a gradient is another one, the unit is
+updated again from its untouched states. That is decided when the update begins, by comparison: no call in between can
+be missed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ MOST_IN_VAIN = LAST_STEPS // 4
 
 @dataclass(frozen=True)
 class _Units:
-    """The ``eager`` units of ``plan``: the parts of gradients that each one reads, and an event for each."""
+    """The ``eager`` units of ``plan``."""
 
     plan: UpdatePlan
     eager: frozenset[int]
     of_param: dict[int, frozenset[int]]
     """The units that hold a part of a parameter, by its ``ds_id``."""
     parts: dict[int, list[int]]
-    """The indices of the gradient buffers of each unit."""
-    ready: dict[int, Event]
-    """The staging stream -> worker: the gradients are in host memory. One event serves the units of a bucket."""
-    reduced: dict[int, Event]
-    """The stream of the reduction -> compute stream: the gradients are complete on the accelerator, as above."""
+    events: dict[int, tuple[Event, Event]]
+    """The staging stream -> worker: the gradients are in host memory; and the stream of the reduction -> compute
+    stream: they are complete on the accelerator. The events of one unit serve all units of a bucket."""
 
 
 @dataclass
@@ -57,11 +55,7 @@ class _Window:
 
 
 class EagerUpdates:
-    """The updates in backward of one engine.
-
-    ``likely_steps`` returns the steps of all sub-groups without clipping and overflow, and none if they are unknown.
-    Nothing here is a collective: it does not matter if the ranks differ.
-    """
+    """The updates in backward of one engine, for ``likely_steps()``, none if unknown. Nothing here is a collective."""
 
     def __init__(
         self, device: Device[Any], running: RunningPlan, likely_steps: Callable[[], Sequence[AdamStep]]
@@ -73,11 +67,8 @@ class EagerUpdates:
         self._window = _Window(Counter())
 
     def reduced(self, params: Sequence[Any]) -> None:
-        """Start the updates of the units whose gradients are complete with ``params``.
-
-        They were reduced in the last micro-batch, on the current stream. If another backward adds to a gradient that
-        was complete, its units are left to the update.
-        """
+        """Start the updates of units whose gradients are complete with ``params``, reduced on the current stream."""
+        # If another backward adds to a gradient that was complete, its units are left to the update.
         running = self._running
         if not running.eager or self._is_paused or running.windows.is_measuring:
             return
@@ -94,8 +85,7 @@ class EagerUpdates:
         if window.steps is None:
             window.steps = self._likely_steps()
         if window.steps:
-            ready = units.ready[complete[0]]
-            reduced = units.reduced[complete[0]]
+            ready, reduced = units.events[complete[0]]
             self._device.current_stream().record(reduced)
             is_copied = running.gradients.record_copies(ready)
             window.writes |= {unit: running.gradients.writes_to(units.parts[unit]) for unit in complete}
@@ -142,16 +132,11 @@ class EagerUpdates:
         plan, eager = self._running.plan, self._running.eager
         if self._units is None or self._units.plan is not plan or self._units.eager != eager:
             unit_of_part = [unit.index for unit in plan.workload.units for _ in unit.ranges]
-            parts: dict[int, list[int]] = {unit: [] for unit in eager}
-            for part, unit in enumerate(unit_of_part):
-                if unit in parts:
-                    parts[unit].append(part)
-            of_param = {
-                ds_id: frozenset(unit_of_part[part] for part in of_param) & eager
-                for ds_id, of_param in self._running.gradients.parts_by_param().items()
-            }
-            ready, reduced = ({unit: self._device.event() for unit in eager} for _ in range(2))
-            self._units = _Units(plan, eager, of_param, parts, ready, reduced)
+            parts = {unit: [part for part, holder in enumerate(unit_of_part) if holder == unit] for unit in eager}
+            found = self._running.units_of(self._running.gradients.params_here)
+            of_param = {ds_id: eager.intersection(units) for ds_id, units in found.items()}
+            events = {unit: (self._device.event(), self._device.event()) for unit in eager}
+            self._units = _Units(plan, eager, of_param, parts, events)
             self._start_window()
         return self._units
 

@@ -1,8 +1,8 @@
 """Make every all-gather of parameters wait for their update, and limit forward's prefetch to updated parameters.
 
-Forward gathers with ``all_gather_coalesced``, on a stream of its own, and all other readers with ``all_gather``.
-DeepSpeed's all-gather stream waits here for the caller's stream, which may have written to a partition, as in
-``GatheredParameters(modifier_rank=0)``. In stock, the throughput timer synchronizes the device instead.
+Forward gathers with ``all_gather_coalesced``, on a stream of its own, and all other readers with ``all_gather``. That
+stream waits here for the caller's, which may have written to a partition, as in
+``GatheredParameters(modifier_rank=0)``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from deep_opt_states.zero.internals import partition_hooks
-from deep_opt_states.zero.internals.compat import Parameter, ranges_of_partitioned_params
+from deep_opt_states.zero.internals.compat import Parameter, partitioned_params
 from deep_opt_states.zero.internals.coordinator import Coordinator
 from deep_opt_states.zero.step.direct_writes import DirectWrites, checks_direct_writes
 from deep_opt_states.zero.step.running_plan import RunningPlan
 from deep_opt_states.zero.step.update import Update
-from perf_model.schedule.workload import Range, Workload
+from perf_model.schedule.workload import Workload
 
 
 class Gathers:
@@ -27,8 +27,8 @@ class Gathers:
 
     def __init__(self, optimizer: Any, update: Update, running: RunningPlan, resources: ExitStack) -> None:
         self._update, self._running = update, running
-        self._ranges = ranges_of_partitioned_params(optimizer)
-        self._units_of_workload: tuple[Workload, dict[int, tuple[int, ...]]] | None = None
+        self._partitioned = partitioned_params(optimizer)
+        self._units_of_workload: tuple[Workload, dict[int, list[int]]] | None = None
         self._coordinator = Coordinator(optimizer)
         self._caller_may_have_written = True
         self._is_in_step = False
@@ -37,7 +37,8 @@ class Gathers:
         by_name: dict[str, Parameter] = dict(module.named_parameters())
         self._names: dict[int, str] = {param.ds_id: name for name, param in by_name.items()}
         # An update never overwrites a write to a persistent parameter: it is updated when ``step()`` returns.
-        deferred = {name: param for name, param in by_name.items() if param.ds_id in self._ranges}
+        ds_ids = {param.ds_id for param in self._partitioned}
+        deferred = {name: param for name, param in by_name.items() if param.ds_id in ds_ids}
         self.direct_writes = DirectWrites(deferred if checks_direct_writes() else {})
         for release in (
             self._coordinator.wrap_fetch(self._fetch),
@@ -60,21 +61,11 @@ class Gathers:
         return list(dict.fromkeys(unit for ds_id in ds_ids for unit in self._units.get(ds_id, ())))
 
     @property
-    def _units(self) -> dict[int, tuple[int, ...]]:
-        """Return the units that hold each parameter, by ``ds_id``. They change with the plan."""
+    def _units(self) -> dict[int, list[int]]:
+        """Return the units that hold each partitioned parameter, by ``ds_id``. They change with the plan."""
         workload = self._running.plan.workload
         if self._units_of_workload is None or self._units_of_workload[0] is not workload:
-            by_sub_group: dict[int, list[tuple[Range, int]]] = {}
-            for unit in workload.units:
-                for run in unit.ranges:
-                    by_sub_group.setdefault(run.sub_group, []).append((run, unit.index))
-            units = {
-                ds_id: tuple(
-                    dict.fromkeys(unit for run, unit in by_sub_group[sub_group] if run.begin < end and begin < run.end)
-                )
-                for ds_id, (sub_group, begin, end) in self._ranges.items()
-            }
-            self._units_of_workload = workload, units
+            self._units_of_workload = workload, self._running.units_of(self._partitioned)
         return self._units_of_workload[1]
 
     def order_after_caller(self) -> None:

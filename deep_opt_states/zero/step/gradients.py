@@ -1,13 +1,7 @@
 """Keep each gradient where it is updated, and copy it between host and accelerator at most once.
 
 The gradient of a parameter is the sum of all gradients that were reduced for it since the last step, and zero if there
-were none. Stock deviates from that in two cases, the only ones in which we do not reproduce its bits:
-
-1. A parameter gets no gradient in some backward. At the step, stock then reuses the content of its fp32 buffer, which
-   is the scaled gradient of the previous step. A sum over micro-batches continues the previous sum.
-2. A gradient is reduced more than once in one backward, for example because a layer is used several times under
-   reentrant checkpointing. In stock, each reduction overwrites the previous one, or an assertion fails. Here the
-   gradients are added up, as in PyTorch without ZeRO.
+were none, also where stock departs from that (*Departures from stock* in ``docs/compatibility.md``).
 
 A partition may belong to several units, so its norm is computed on the accelerator before its parts are copied to their
 buffers. A gradient stays in the accumulation dtype, unless the user sets it: then it is in the dtype of the master
@@ -132,7 +126,7 @@ class Gradients:
             self._staging.wait_for_copies()
 
     def synchronize(self) -> None:
-        """Block the host until all gradient copies to host memory have finished."""
+        """Make the host wait for them."""
         if self._staging is not None:
             self._staging.synchronize()
 
@@ -145,16 +139,16 @@ class Gradients:
         """Return whether the gradient of this window is complete."""
         return param.ds_id in self._written
 
-    def parts_by_param(self) -> dict[int, list[int]]:
-        """Return the indices of the buffers that hold a part of a gradient that this rank has, by ``ds_id``."""
-        return {
-            param.ds_id: [segment.index for segment in self._segments.of_param(param)]
-            for param in self._params()
-            if has_gradient_here(self._optimizer, param)
-        }
+    @property
+    def params_here(self) -> list[Parameter]:
+        """Return the parameters of whose gradients this rank has a part."""
+        return [param for param in self._params() if has_gradient_here(self._optimizer, param)]
+
+    def parts_of(self, param: Parameter) -> list[int]:
+        """Return the indices of the buffers that hold a part of the parameter's gradient."""
+        return [segment.index for segment in self._segments.of_param(param)]
 
     def writes_to(self, parts: Sequence[int]) -> list[int]:
-        """Return the number of writes to each of these buffers."""
         return [self._writes[part] for part in parts]
 
     def record_copies(self, event: Event) -> bool:
@@ -164,17 +158,15 @@ class Gradients:
         return self._staging is not None
 
     def finish_window(self, complete: Container[int] = ()) -> None:
-        """Complete all sums but those in ``complete``. ``step()`` calls this if no backward is known to be the last."""
+        """Complete all sums except ``complete``. ``step()`` calls this if no backward is known to be the last."""
         for param in self._params():
             if param.ds_id in self._summed and param.ds_id not in complete:
                 self._finish(param)
         self._flush()
 
     def complete_window(self) -> None:
-        """Complete the parameters that the last backward of the window did not reach. Call this before the norm.
-
-        Gradients of an earlier step that were not written since become zero. An interrupted step may call this again.
-        """
+        """Complete the parameters that the last backward of the window did not reach. Call this before the norm."""
+        # Gradients of an earlier step that were not written since become zero. An interrupted step may call this again.
         self.finish_window(complete=self._written)
         for ds_id, param in self._stale.items():
             if ds_id not in self._written:
@@ -231,10 +223,7 @@ class Gradients:
         return partition if grad_scale is None else partition.mul_(grad_scale)
 
     def writable(self, param: Parameter) -> torch.Tensor:
-        """Return the gradient in host memory, shape [partition_numel], until backward writes a new one.
-
-        It is in the dtype of the masters.
-        """
+        """Return the gradient in host memory, shape [partition_numel], in the dtype of the masters, until backward."""
         if param.ds_id not in self._by_user:
             self._by_user[param.ds_id] = self._copied(param).cpu()
         grad_scale = self._unscaled.pop(param.ds_id, None)
@@ -332,8 +321,6 @@ class Gradients:
     def _copied(self, param: Parameter) -> torch.Tensor:
         """Return a copy of the parameter's part of the gradient buffers, shape [partition_numel]."""
         parts = [segment.view(segment.buffer.grad) for segment in self._segments.of_param(param)]
-        if len(parts) == 1:
-            return parts[0].to(self._dtype, copy=True)
         if len({part.device for part in parts}) > 1:
             parts = [part.cpu() for part in parts]
         return torch.cat(parts).to(self._dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from deep_opt_states.runtime.executor import Executor
 from deep_opt_states.runtime.state import UnitState
 from deep_opt_states.runtime.state_memory import StateMemory
 from deep_opt_states.waiting import waiting
+from deep_opt_states.zero.internals.compat import Parameter
 from deep_opt_states.zero.step.exposure import Exposure
 from deep_opt_states.zero.step.gradient_buffers import GradientBuffer
 from deep_opt_states.zero.step.gradients import Gradients
@@ -31,12 +32,9 @@ class RunningPlan:
     No method is a collective. No update is in flight when one is called, and no gradient is being reduced.
 
     If ``is_evicted``, training uses the accelerator memory of the plan on this rank, and the CPU updates every unit.
-    ``plan`` stays the same on every rank: it decides which collectives forward calls.
-
-    ``eager`` holds the eager units of this rank, none if its host has no memory for them.
-
-    ``uses`` holds the names of the parameters in the order of their uses in forward, once per use. It is None while
-    that is unknown, and where no update overlaps with forward.
+    ``plan`` stays the same on every rank: it decides which collectives forward calls. ``eager`` holds the eager units
+    of this rank, none if its host has no memory for them, and ``uses`` the names of the parameters in the order of
+    forward, once per use; None while that is unknown, and where no update overlaps with forward.
     """
 
     plan: UpdatePlan
@@ -58,10 +56,7 @@ class RunningPlan:
         self.adopt(self.plan)
 
     def adopt(self, plan: UpdatePlan) -> None:
-        """Run ``plan``, the same on every rank, from the next update on, but evicted until ``restore``.
-
-        No update is in flight, and sums of an open window are in host memory.
-        """
+        """Run ``plan``, evicted until ``restore``, from the next update on. Open sums are in host memory."""
         self.executor.sync_states_to_host()
         self.is_evicted = True
         self._set(plan)
@@ -102,10 +97,8 @@ class RunningPlan:
             log.info(f"updates in the order in which forward uses the parameters from now on: {ordered}")
 
     def _set(self, plan: UpdatePlan) -> None:
-        """Run ``plan``, without accelerator memory if evicted.
-
-        After an out-of-memory error, the caller sets another plan. After any other error, the states are inconsistent.
-        """
+        """Run ``plan``, without accelerator memory if evicted."""
+        # After an out-of-memory error, the caller sets another plan. After any other, the states are inconsistent.
         here = replace(plan, placements=place_all(plan.workload, Placement.CPU)) if self.is_evicted else plan
         try:
             # First, so that the new ones may use their memory.
@@ -121,17 +114,19 @@ class RunningPlan:
             raise
         self.plan, self.eager = plan, here.eager
 
+    def units_of(self, params: Iterable[Parameter]) -> dict[int, list[int]]:
+        """Return the units that hold a part of each of ``params``, by ``ds_id``. They change with the plan."""
+        units = [unit.index for unit in self.plan.workload.units for _ in unit.ranges]
+        return {param.ds_id: sorted({units[part] for part in self.gradients.parts_of(param)}) for param in params}
+
     @property
     def holds_memory(self) -> bool:
-        """Return whether the plan holds memory on the accelerator now."""
         return any(unit.is_on_accelerator for unit in self.memory.units) or self.gradients.have_device_accumulators
 
 
 def reserve(plan: UpdatePlan, memory: StateMemory) -> tuple[UpdatePlan, list[UnitState]]:
-    """Reserve the memory of ``plan``, and return what this rank runs of it: no eager units if their memory is refused.
-
-    Updates in backward are no collective. Raise the accelerator's out-of-memory error.
-    """
+    """Reserve the memory of ``plan``, and return this rank's part of it: without eager units if they do not fit."""
+    # Updates in backward are no collective, so ranks may differ.
     try:
         with waiting(lambda: f"reserving the memory of a plan with {plan.eager_numel:,} eager parameters"):
             memory.set_plan(plan)
