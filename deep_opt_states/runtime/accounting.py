@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deep_opt_states.device.interface import Device
 from deep_opt_states.device.slab import HostSlab
@@ -21,18 +22,15 @@ class AccountingDevice:
         self._device = device
         # Each copy of a step calls them, for which ``__getattr__`` is slow.
         self.copy, self.current_stream, self.event = device.copy, device.current_stream, device.event
-        self._reserved: list[tuple[MemoryKind, weakref.ref[Any]]] = []
-        """The kind and the owner of each reservation."""
+        self._kinds: MutableMapping[Any, MemoryKind] = WeakIdKeyDictionary()
 
     @property
     def reserved(self) -> list[Reservation]:
         """Return one entry per tensor or slab that is reserved now, with its size in host memory or on the device."""
-        owners = ((kind, find_owner()) for kind, find_owner in self._reserved)
         # Files may have replaced a part of a slab.
         sizes = (
             (kind, owner.host_bytes if isinstance(owner, HostSlab) else owner.untyped_storage().nbytes())
-            for kind, owner in owners
-            if owner is not None
+            for owner, kind in self._kinds.items()
         )
         return [Reservation(kind=kind, each_bytes=size_bytes) for kind, size_bytes in sizes]
 
@@ -49,6 +47,5 @@ class AccountingDevice:
         return getattr(self._device, name)
 
     def _account(self, kind: MemoryKind, owner: OwnerT) -> OwnerT:
-        self._reserved = [(known, find_owner) for known, find_owner in self._reserved if find_owner() is not None]
-        self._reserved.append((kind, weakref.ref(owner)))
+        self._kinds[owner] = kind
         return owner

@@ -70,7 +70,6 @@ class Executor:
         self._host_adam = host_adam
         self._actions = Actions(device, host_adam, device_adam)
         self._assumed: tuple[AdamStep, ...] | None = None
-        """The steps that are speculated."""
         self._speculated_grads: dict[int, list[torch.Tensor]] = {}
         self.kept_speculations: bool | None = None
         """Whether all speculated steps were those of the last update; None if none was speculated."""
@@ -137,10 +136,7 @@ class Executor:
 
     @section
     def speculate(self, units: Sequence[int], steps: Sequence[AdamStep], ready: Event | None, reduced: Event) -> None:
-        """Update eager ``units`` by ``steps``, as if ``begin`` will receive the same ones.
-
-        Their gradients are complete on the accelerator after ``reduced``, and in host memory after ``ready``, or now.
-        """
+        """Update eager ``units``, whose gradients are complete after ``reduced`` and, in host memory, ``ready``."""
         assert not self._pending
         if self._kept.error is None:
             with self._kept.keep():
@@ -310,6 +306,9 @@ class Executor:
         self._pending = self._flushing = False
         self._kept.clear()
         self._elsewhere.invalidate()
+        # They may disagree about the step count.
+        for kernel in self._kernels:
+            kernel.restart()
 
     def close(self) -> None:
         """End the threads, and free the slots. The executor cannot be used afterwards."""

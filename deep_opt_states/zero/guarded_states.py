@@ -87,7 +87,7 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
     # --- Readers and writers of states ---
 
     def get_full_hp_param(self, *args: Any, **kwargs: Any) -> Any:
-        # Every rank calls this. Agree on a failure first: no rank may raise while others wait in the collective below.
+        # Every rank calls this, and none may raise while others wait in the collective below.
         self._update.synchronize_ranks(states=True)
         return super().get_full_hp_param(*args, **kwargs)
 
@@ -218,10 +218,7 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
             param_group["params"] = []
 
     def _narrow_moments(self) -> None:
-        """Keep moments in the dtype of the masters if a load, also an interrupted one, or a script has put them there.
-
-        Stock updates the tensors that its optimizer lists, whatever their dtype is.
-        """
+        """Keep moments in the dtype of the masters, as stock does, if a load or a script has put them there."""
         if self._states.moments_were_narrowed:
             self._wait_for_states()
             self._wait_for_reduction()
@@ -233,18 +230,14 @@ class GuardedStates(with_later_hooks(DeepSpeedZeroOptimizer_Stage3)):  # type: i
         self._narrow_moments()
         self._states.adopt()
         if self._update.failed:
-            # The kernels disagree about the step count, and norms of the failed step are left: reset both.
-            for kernel in self._assembly.kernels:
-                kernel.restart()
+            # Norms of the failed step are left.
             self.reset_cpu_buffers()
             self._update.clear_failure()
 
 
 def _checkpoint_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that a checkpoint engine may send to another process.
-
-    PyTorch moves the storage of a sent tensor to shared memory: states would leave the slab. The result has its own.
-    """
+    """Return a tensor on the same memory, with a storage of its own."""
+    # PyTorch moves the storage of a tensor that is sent to a process to shared memory: states would leave the slab.
     if not tensor.is_cpu:
         # PyTorch sends a handle to GPU memory, and DeepSpeed's next step waits until the data is written.
         return tensor

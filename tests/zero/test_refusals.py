@@ -226,7 +226,7 @@ def test_a_feature_is_refused_in_zero_init_before_the_model_is_made_and_a_method
         model = torch.nn.Linear(6, 5)
     assert model is None
     model = torch.nn.Linear(6, 5)
-    with mock.patch.dict(refusals._LATER_METHODS, coalesce_grad_reduction="0.20.0"):
+    with mock.patch.object(refusals, "COALESCING_SINCE", "0.20.0"):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_with({}))
     with pytest.raises(Unsupported) as refused, engine.coalesce_grad_reduction():
         pass

@@ -114,16 +114,12 @@ class Assembly:
     running: RunningPlan
     masters: list[torch.Tensor]
     """The master weights of each sub-group, by which the optimizer's states are keyed."""
-    kernels: tuple[AdamKernel, ...]
-    """The CPU's kernel, and the accelerator's if that is another one."""
 
 
 def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, resources: ExitStack) -> Assembly:
     """Plan the updates of ``optimizer`` and build everything for them. This is a collective over all ranks.
 
-    ``resources`` receives the callbacks that release what is reserved here. If one rank fails, all ranks raise, and the
-    caller closes ``resources``.
-
+    ``resources`` receives the callbacks that release what is reserved here; the caller also closes it after an error.
     Raise ``ConfigError`` or ``Unsupported`` for a placement that is impossible here, ``ProfileError`` for an unusable
     profile, ``HostMemoryError`` if the states do not fit into host memory, ``RanksDisagree`` if another rank fails.
     """
@@ -155,9 +151,9 @@ def assemble(optimizer: Any, config: Config, accelerator: AcceleratorChoice, res
         defers=defers,
         free_host_bytes=partial(free_share_bytes, ranks) if config.plans_eager else lambda: 0,
     )
-    if context.defers:
+    if defers:
         _log_overruled(config, sub_groups)
-    planned = make_plan(config, sub_groups, context.setup, accelerator, context.budget, share)
+    planned = make_plan(config, sub_groups, setup, accelerator, context.budget, share)
     # Immediately, because the rest of the start prints warnings of other libraries.
     log.info(planned.at_start())
     _check_host_memory(context, planned.plan, ranks)
@@ -185,10 +181,8 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
     # Closed before ``memory``, which copies may be writing to.
     resources.callback(gradients.close)
     device_adam = context.accelerator.device_adam(plan, context.budget, host_adam, optimizer, _state_dtypes(optimizer))
-    kernels = [host_adam]
     if device_adam is not None and device_adam is not host_adam:
         resources.callback(device_adam.close)
-        kernels.append(device_adam)
     executor = Executor(here.schedule, units, device, host_adam, device_adam, span=ActionSpan)
     resources.callback(executor.close)
     untouched, touched, host = memory.untouched, 0, size(memory_of(plan, context.setup).pinned_bytes)
@@ -212,11 +206,11 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
         windows=MeasuredWindows(device, FIRST_UPDATES if needs_windows else 0, needs_forward=context.defers),
         gradient_buffers=context.gradient_buffers,
     )
-    return Assembly(context=context, planned=planned, running=running, masters=masters, kernels=tuple(kernels))
+    return Assembly(context=context, planned=planned, running=running, masters=masters)
 
 
 def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
-    params_on_host = _params_on_host(optimizer, device)
+    params_on_host = bool(optimizer.offload_param) and not device.shares_host_memory
     param = optimizer.fp16_partitioned_groups_flat[0]
     grad_dtype, dtypes = optimizer.gradient_accumulation_dtype, _state_dtypes(optimizer)
     return TrainingSetup(
@@ -230,10 +224,6 @@ def _state_dtypes(optimizer: Any) -> StateDtypes:
     """Return the dtypes of stock: ``DeepSpeedCPUAdam`` creates moments in fp32, or in the dtype of the masters."""
     master = masters_dtype(optimizer)
     return StateDtypes(master, torch.float32 if optimizer.optimizer.fp32_optimizer_states else master)
-
-
-def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
-    return bool(optimizer.offload_param) and not device.shares_host_memory
 
 
 def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) -> ChosenKernel:
@@ -252,24 +242,21 @@ def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) ->
 
 
 def _with_whole_sub_groups_if_needed(config: Config, choice: ChosenKernel) -> tuple[Config, bool]:
-    """Return the config for all ranks, and whether no rank uses the fallback kernel.
-
-    The fallback cannot update a part of a sub-group with the same bits, so units are then whole sub-groups.
-    """
+    """Return the config for all ranks, and whether no rank uses the fallback kernel."""
+    # The fallback cannot update a part of a sub-group with the same bits, so units are then whole sub-groups.
     if all(Ranks().gather(not choice.why)):
         return config, True
+    reason = choice.why or "the log of that rank has the reason"
     if config.rules.rules:
         raise Unsupported(
             f"{CONFIG_KEY}.placement: rules by name divide sub-groups, which needs the plugin's own CPU kernel on "
-            f"every rank; found that a rank has to use DeepSpeed's "
-            f"({choice.why or 'the log of that rank has the reason'}).\n"
+            f"every rank; found that a rank has to use DeepSpeed's ({reason}).\n"
             f'Remove the cause, or use another "placement", for example "planned".'
         )
     if config.nvme_paths:
         raise Unsupported(
             f'zero_optimization.offload_optimizer.device: must be "cpu" where a rank cannot use the plugin\'s own CPU '
-            f'kernel, found "nvme" ({choice.why or "the log of that rank has the reason"}).\n'
-            'Remove the cause, or set "device": "cpu".'
+            f'kernel, found "nvme" ({reason}).\nRemove the cause, or set "device": "cpu".'
         )
     return config.model_copy(update={"unit_size": WHOLE_SUB_GROUPS, "eager": False}), False
 
@@ -287,11 +274,9 @@ def _log_overruled(config: Config, sub_groups: Sequence[Sequence[Partition]]) ->
 def _check_host_memory(context: Context, plan: UpdatePlan, ranks: SharingRanks) -> None:
     """Raise ``HostMemoryError`` on every rank if the states of all ranks do not fit, or cannot be page-locked."""
     memory, numel = memory_of(plan, context.setup), plan.workload.numel
-    slab_bytes = memory.pinned_bytes
-    # Every rank checks before any allocates memory that another would then find missing.
+    slab_bytes, device = memory.pinned_bytes, context.accelerator.device
+    # Every rank checks before any allocates memory, also for the trial below, that another would then find missing.
     raise_together(lambda: check_free_memory(slab_bytes, numel, ranks, FreeHostMemory.measure(), memory.eager_bytes))
-    # After every rank has checked: a trial takes memory that another rank would find missing.
-    device = context.accelerator.device
     raise_together(lambda: check_locking(slab_bytes, numel, device, machine.memlock_limit_bytes()))
 
 

@@ -41,7 +41,6 @@ def refuse_config(ds_config: Any) -> None:
 
 
 def refuse_optimizer(basic_optimizer: Any) -> None:
-    """Raise ``Unsupported`` if the optimizer of an engine breaks a rule."""
     for rules in (_OPTIMIZER, _HYPERPARAMETERS):
         _refuse(rules, basic_optimizer)
 
@@ -55,19 +54,19 @@ def _refuse(rules: Sequence[Rule], subject: Any) -> None:
         raise Unsupported(f'"{CONFIG_KEY}" is enabled, but this configuration is not supported:\n' + "\n".join(broken))
 
 
-_LATER_METHODS = {"coalesce_grad_reduction": "0.19.1"}
+COALESCING_SINCE = "0.19.1"
 
 
 def refuse_later_methods(engine: Any) -> None:
-    """Make each method that this release lacks raise ``Unsupported``, which names the release that has it."""
-    for method, since in _LATER_METHODS.items():
-        if version := _lacking(since):
-            needs = f"engine.{method}() needs DeepSpeed {since} or later, found {version}"
-            setattr(engine, method, partial(_raise, f"{needs}.\n{_INSTALL_NEWEST}, or remove the call."))
+    """Make the method that this release may lack raise ``Unsupported``."""
+    version = _lacking(COALESCING_SINCE)
+    needs = f"engine.coalesce_grad_reduction() needs DeepSpeed {COALESCING_SINCE} or later, found {version}"
 
+    def refuse() -> None:
+        raise Unsupported(f"{needs}.\n{_INSTALL_NEWEST}, or remove the call.")
 
-def _raise(message: str) -> None:
-    raise Unsupported(message)
+    if version:
+        engine.coalesce_grad_reduction = refuse
 
 
 def refuse_rules_without_effect(config: Config, model: torch.nn.Module, trained: Sequence[str]) -> None:

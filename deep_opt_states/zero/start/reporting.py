@@ -87,7 +87,6 @@ class EngineProgress:
 
 
 def _memory_bytes() -> int | None:
-    """Return the memory that ``ReportedPlan.read_memory_bytes`` names."""
     return process_bytes() if get_accelerator().device_name() == "cpu" else reserved_bytes()
 
 
@@ -98,10 +97,9 @@ def _stock_update_s(profile: HardwareProfile | None, widths: Widths, workload: W
     schedule = serial_schedule((Placement.CPU,) * len(workload.units))
     simulated_s = simulate(schedule, workload, CostModel.for_stock(profile, widths)).end_s
     # A full profile has the rate of the whole step, with norm, unscaling and the search for inf.
-    step_params_per_s = profile.get("stock_step_params_per_s")
-    return max(
-        simulated_s, 0.0 if step_params_per_s is None else workload.numel / (stock_speed_up(widths) * step_params_per_s)
-    )
+    if (step_params_per_s := profile.get("stock_step_params_per_s")) is None:
+        return simulated_s
+    return max(simulated_s, workload.numel / (stock_speed_up(widths) * step_params_per_s))
 
 
 def _reported_plan(assembly: Assembly) -> ReportedPlan:
