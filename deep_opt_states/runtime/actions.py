@@ -64,10 +64,8 @@ class Actions:
         """Issue an action of a kind on the current stream, or run a CPU step on the current thread."""
 
     def set_units(self, schedule: Schedule, states: Sequence[UnitState]) -> None:
-        """Update ``states`` from now on, with the slots that ``schedule`` needs; slots of the same length are kept.
-
-        If the device raises its out-of-memory error, nothing has changed. No stream may still use a slot that is freed.
-        """
+        """Update ``states`` from now on, with the slots that ``schedule`` needs; slots of the same length are kept."""
+        # After the device's out-of-memory error, nothing has changed. No stream may still use a slot that is freed.
         part, numel = states[0].parts[0], schedule.slot_numel
         dtypes = StateDtypes.found_in(part.states)
         slots = [slot for slot in self._slots if slot.master.numel() == numel and StateDtypes.found_in(slot) == dtypes]

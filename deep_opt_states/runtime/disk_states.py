@@ -1,9 +1,8 @@
 """Keep the states of units on disk: pages of the slab that are mapped from a file, and slots in which they are updated.
 
-The sub-groups' tensors stay whole, so that checkpoints and scripts read and write them as ever: through the mapping, by
-way of the page cache, which takes no memory that is needed elsewhere. An update uses direct I/O between file and slot
-instead. A unit's first and last bytes may share a page with other units. These bytes stay in host memory, from where
-they are copied to the slot and back.
+The sub-groups' tensors stay whole, so that checkpoints and scripts read and write them through the mapping, by way of
+the page cache. An update uses direct I/O between file and slot instead. A unit's first and last bytes may share a page
+with other units: they stay in host memory, and are copied to the slot and back.
 """
 
 from __future__ import annotations
@@ -79,10 +78,10 @@ class StatesInSlot:
 
 
 class DiskStates:
-    """All units on disk of one rank, with one file per folder. ``units`` holds them by their ranges and disk slot.
+    """All units on disk of one rank. ``units`` holds them by their ranges and disk slot.
 
-    ``slab`` gets its pages on disk from the files. All ``folders`` share each state of each unit equally. Raise
-    ``DiskError`` if a disk is full, and ``HostMemoryError`` if the host has no memory for the slots.
+    ``slab`` gets its pages on disk from files, one in each of ``folders``, which share each state of each unit equally.
+    Raise ``DiskError`` if a disk is full, and ``HostMemoryError`` if the host has no memory for the slots.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Update streamed units in backward, through slots, for the step that is likely to follow.
 
-Slots are used in the order of the schedule, so a unit whose gradients are complete waits for those before it.
-Prefetches of other units follow into slots that are free. What is written, the other versions of the states and
-parameters in host memory, is read after the step is decided.
+Slots are used in the order of the schedule, so a unit whose gradients are complete waits for the units before it.
+Prefetches of other units follow into free slots.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ OF_SLOTS = (ActionKind.PREFETCH, ActionKind.GPU_SPECULATE, ActionKind.FLUSH_STAT
 
 
 class EarlyUnits:
-    """The streamed eager units of one schedule. ``issue`` issues an action for the next update, once.
-
-    ``compute`` is the stream that updates them.
-    """
+    """The streamed eager units of one schedule, updated on ``compute``. ``issue`` issues an action once."""
 
     def __init__(self, compute: Stream[Any], issue: Callable[[Action], None]) -> None:
         self._compute, self._issue = compute, issue

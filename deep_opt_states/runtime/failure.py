@@ -51,7 +51,6 @@ class Stop:
         self._is_set.set()
 
     def raise_cause(self) -> None:
-        """Raise the failure of a thread, if there was one."""
         if self.cause is not None:
             raise self.cause
 

@@ -1,9 +1,8 @@
 """Issue the actions of an update on the streams of their lanes, and on the worker.
 
-The h2d, compute, d2h and publish lanes are streams, and the cpu lane is a worker thread, so all of them overlap.
 Streams wait for one another by events, and the host continues. A stream cannot wait for a thread, so the worker itself
-issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action on a stream waits for the CPU. Units on
-disk are read and written by two more threads, which wait for anything.
+issues the PUBLISH of a unit as soon as its CPU_STEP has ended. No other action on a stream waits for the CPU. The
+threads that read and write units on disk wait for anything.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Issuer:
         self.on_cpu: dict[str, Future[None]] = {}
         """The futures of the tasks of the worker and of other threads in this update, by the action's name."""
         self.issued = 0
-        """The number of actions of the schedule that have been issued."""
         self._ended_on_cpu = 0
         """The position up to which the worker is known to have run or issued its actions."""
         self._prefetched: set[str] = set()
@@ -81,9 +79,7 @@ class Issuer:
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
         of_worker = takewhile(lambda action: action.lane.is_thread or action.lane is Lane.PUBLISH, schedule.actions)
         self.first_of_caller = len(list(of_worker))
-        self._first_prefetches = [
-            action for action in schedule.actions if action.kind in EMPTIED_BY and not action.waits
-        ]
+        self._first_fills = [action for action in schedule.actions if action.kind in EMPTIED_BY and not action.waits]
         writes = [action.name for action in schedule.actions if action.kind is ActionKind.WRITE]
         self._speculations = {action.unit: action for action in schedule.actions if action.kind is ActionKind.SPECULATE}
         self._early.set_schedule(schedule)
@@ -104,7 +100,7 @@ class Issuer:
     def prefetch(self) -> None:
         """Issue the first prefetch into each slot, and the first read into each disk slot, for the next update."""
         # After a step in vain, the next one may be in vain also, with other slots.
-        for action in self._first_prefetches if self.schedule is self._planned else ():
+        for action in self._first_fills if self.schedule is self._planned else ():
             if not action.lane.is_thread:
                 self._issue_early(action)
             elif action.name not in self._early_reads:
@@ -123,11 +119,8 @@ class Issuer:
         self._speculated[action] = self._threads[Lane.CPU].submit(run)
 
     def keep_speculations(self, is_valid: Callable[[int], bool]) -> bool | None:
-        """Keep the speculated steps of valid units for the update that has started, and discard the others.
-
-        The update runs those that have not started in its own order. One that runs in vain ends before its repetition,
-        because the worker runs one after the other. Return whether all were valid, None if there are none.
-        """
+        """Keep the speculated steps of valid units for the update, and return whether all were, None without any."""
+        # A step that runs in vain ends before its repetition on the same thread.
         valid = [is_valid(action.unit) for action in self._speculated]
         for (action, future), holds in zip(self._speculated.items(), valid, strict=True):
             if not future.cancel() and holds:

@@ -48,10 +48,8 @@ class ActionEvents:
         """The writes of the update to disk, which may be in flight when it has ended."""
 
     def timeline(self, actions: Sequence[Action]) -> Timeline:
-        """Return when each of ``actions`` ran, after the end of the update. The host waits for flushes in flight.
-
-        A write to disk that has failed, which the next update reports, is left out.
-        """
+        """Return when each of ``actions`` ran, after the end of the update. The host waits for flushes in flight."""
+        # The next update reports a write to disk that has failed.
         wait(self.writes)
         if any(action.lane is Lane.D2H for action in actions):
             self.flushed.synchronize()
@@ -84,10 +82,8 @@ class LaneStreams:
         self._drained: dict[Lane, Event] = {lane: device.event() for lane in self.streams}
 
     def wait_for_new_memory(self) -> None:
-        """Make copies to new memory wait for the caller's stream, on which the memory is allocated.
-
-        The allocator may have reused memory that kernels on that stream still use. Other lanes wait for it later.
-        """
+        """Make copies to new memory wait for the caller's stream, on which the memory is allocated."""
+        # The allocator may have reused memory that kernels on that stream still use. Other lanes wait for it later.
         self._device.current_stream().record(self._reserved)
         self.streams[Lane.H2D].wait(self._reserved)
 

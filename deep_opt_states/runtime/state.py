@@ -68,8 +68,8 @@ class UnitPart:
     - ``rounded``: the tensor in host memory that a CPU update publishes: ``param`` itself where the CPU can write it,
       or ``states.master`` if that has the model's dtype, except in the persistent unit. In an eager unit it is not
       ``param``, and ``states.master`` means the masters of the current version.
-    - ``staged``: memory on the accelerator for the updated parameters if ``param`` is in host memory, else None. All
-      units share it, which is safe because one stream both updates and copies.
+    - ``staged``: memory on the accelerator for updated parameters if ``param`` is in host memory. All units share it,
+      which is safe because one stream both updates and copies.
     """
 
     sub_group: int
@@ -123,7 +123,7 @@ class UnitPart:
 
 @dataclass(frozen=True)
 class Packing:
-    """Memory through which one copy publishes the hundreds of parameters of the persistent unit, of shape [numel]."""
+    """Memory, of shape [numel], through which one copy publishes the hundreds of persistent parameters."""
 
     on_host: torch.Tensor
     on_accelerator: torch.Tensor
@@ -131,11 +131,7 @@ class Packing:
 
 @dataclass(eq=False)
 class UnitState:
-    """The ``parts`` of one unit, one per range, and the memory that depends on its kind.
-
-    ``packing`` is for a persistent unit that is published, ``shadow`` for an eager one, and ``disk``, by disk slot, for
-    one on disk.
-    """
+    """The ``parts`` of one unit, one per range, and the memory of its kind: ``disk``, by slot, for one on disk."""
 
     placement: Placement
     parts: Sequence[UnitPart]
@@ -160,10 +156,7 @@ class UnitState:
         return self.placement is not Placement.CPU
 
     def version(self, *, updated: bool = False, disk_slot: int | None = None) -> Sequence[UpdatedStates]:
-        """Return the current version of the states in host memory by range, or the one that an update writes.
-
-        The states of a unit on disk are in ``disk_slot``.
-        """
+        """Return the current version of the states in host memory by range, or the one that an update writes."""
         if self.disk is not None and disk_slot is not None:
             return self.disk[disk_slot].parts
         if self.shadow is None or self.shadow.is_current is updated:

@@ -28,7 +28,7 @@ def widths_of(
     *,
     params_on_host: bool = False,
 ) -> Widths:
-    """Return the bytes per element of each tensor, for a model whose parameters are like ``param``."""
+    """Return the bytes per element of each tensor, if the model's parameters are like ``param``."""
     return Widths(
         param=param.element_size(),
         grad=grad_dtype.itemsize,
@@ -41,10 +41,9 @@ def widths_of(
 class StateMemory:
     """The states of one rank: ``sub_groups``, the tensors in the slab, and ``units``, which depend on the plan.
 
-    ``params`` holds the flat buffer of each sub-group, of shape [numel], in the model's dtype. If ``params_on_host``,
-    these buffers are in pinned memory although ``device`` has memory of its own. The states of units on disk are in
-    files in ``disk_folders``. The constructor touches no page of the slab, which is zero. Raise ``HostMemoryError`` if
-    the host cannot provide it, and ``DiskError`` if a disk cannot.
+    ``params`` holds the flat buffer of each sub-group, of shape [numel], in the model's dtype, in pinned memory if
+    ``params_on_host`` although ``device`` has its own. ``disk_folders`` hold the states of units on disk. The
+    constructor touches no page of the slab, which is zero. Raise ``HostMemoryError`` or ``DiskError`` without room.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class StateMemory:
         self._slab: HostSlab = device.host_slab(widths.slab_bytes(workload))
         self._slab_tensors = list(slab_tensors(workload, widths))
         self.disk: DiskStates | None = None
-        """The states on disk, if there are any."""
         if workload.on_disk_numel:
             # First: tensors over pages that were replaced later would be the same.
             self.disk = DiskStates(workload, widths, dtypes.by_name, self._slab, device, disk_folders)
@@ -97,17 +95,13 @@ class StateMemory:
         self.units = units
 
     def narrow_moments(self) -> None:
-        """Keep moments in the dtype of the masters from now on, at the start of their memory, without their values.
-
-        ``set_plan`` must follow. Nothing may be in flight.
-        """
+        """Keep moments in the dtype of the masters, without their values, from the ``set_plan`` on that must follow."""
         self.dtypes = StateDtypes(self.dtypes.master, self.dtypes.master)
         self._shadows = {}
         self.sub_groups = self._lay_out()
 
     @property
     def parts(self) -> list[UnitPart]:
-        """Return the parts of all units, in the order of the units."""
         return [part for unit in self.units for part in unit.parts]
 
     def release_params(self) -> None:
@@ -130,10 +124,8 @@ class StateMemory:
 
     @contextmanager
     def pageable_states(self) -> Iterator[None]:
-        """Unlock the states inside this context if some are on disk: stock's load copies whole tensors to the GPU.
-
-        A copy engine accepts no memory of which only a part is page-locked.
-        """
+        """Unlock the states inside this context if some are on disk."""
+        # Stock's load copies whole tensors to the GPU. A copy engine accepts none of which only a part is page-locked.
         if self.disk is None:
             yield
             return
@@ -210,10 +202,8 @@ class StateMemory:
         )
 
     def _shadow(self, ranges: tuple[Range, ...], unit: UnitState) -> Shadow:
-        """Return memory for the second version of an eager unit's states, and let its steps leave ``param`` alone.
-
-        No page of states that only the CPU uses is touched here: the threads that update the unit place them.
-        """
+        """Return memory for the second version of an eager unit's states, and let its steps leave ``param`` alone."""
+        # Pages that only the CPU uses stay untouched: the threads that update the unit place them.
         for part in unit.parts:
             if part.rounded is part.param:
                 master, dtype = part.states.master, part.param.dtype
@@ -242,10 +232,8 @@ class StateMemory:
         return UpdatedStates(**states)
 
     def _move_gradients(self, units: Sequence[UnitState]) -> None:
-        """Copy the gradients to the buffers of ``units``, by way of the slab, and block the host until they are there.
-
-        Users may still read the gradients of the last step, and an open window adds to its sums. None is being reduced.
-        """
+        """Copy the gradients to the buffers of ``units`` through the slab. The host waits. None is being reduced."""
+        # Users may still read the gradients of the last step, and an open window adds to its sums.
         for part in _on_accelerator(self.units):
             self._device.copy(self._slab_grad(part), part.grad)
         for part in _on_accelerator(units):

@@ -44,11 +44,8 @@ class Uninterrupted:
         """False while the main thread waits for a section, and after an interrupt of this wait."""
 
     def run(self, task: Callable[[], Value]) -> Value:
-        """Run ``task`` as a section to its end on the caller's current stream, and return its result or raise its
-        exception.
-
-        If a signal handler raises, the section never starts, or has its effects while its result or exception is lost.
-        """
+        """Run ``task`` as a section on the caller's current stream, and return its result or raise its exception."""
+        # If a signal handler raises, the section never starts, or runs to its end, and its result or exception is lost.
         self.settle()
         if threading.current_thread() is not threading.main_thread() or not self._has_thread:
             return task()
@@ -83,10 +80,9 @@ class Uninterrupted:
 
 
 class Section(Generic[Value]):
-    """One section, with its end and its outcome.
+    """One section, with its end and its outcome."""
 
-    An interrupt can leave the lock of a ``threading.Event`` or ``Future`` acquired for ever, so neither is used.
-    """
+    # An interrupt can leave the lock of a ``threading.Event`` or ``Future`` acquired for ever, so neither is used.
 
     def __init__(self, run: Callable[[], Value], stream: Stream[Any]) -> None:
         self._run = run

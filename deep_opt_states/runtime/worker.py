@@ -19,11 +19,9 @@ EXIT_TIMEOUT_S = 3.0
 
 
 class Worker:
-    """A daemon thread called ``name``, by default the CPU lane.
+    """A thread that ends with ``close`` or the last reference. It runs ``enter`` first, whose exception is raised."""
 
-    The threads of a ``ThreadPoolExecutor`` would keep the process alive if a task never ended. ``enter`` runs on the
-    thread first, and the constructor raises its exception. The thread ends with ``close``, or with the last reference.
-    """
+    # The threads of a ``ThreadPoolExecutor`` would keep the process alive if a task never ended.
 
     def __init__(self, enter: Task = lambda: None, name: str = "deep_opt_states-cpu-lane") -> None:
         tasks: Tasks = queue.SimpleQueue()
@@ -38,7 +36,6 @@ class Worker:
 
     @property
     def is_current_thread(self) -> bool:
-        """Return whether the caller runs on this worker's thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, task: Task) -> Future[None]:

@@ -1,8 +1,7 @@
 """Keep states whose newest values are not where DeepSpeed finds them: on the accelerator, or in a second version.
 
-A resident unit's states are a write-back cache on the accelerator. A step may be speculated into the second version of
-an eager unit's states while the first is untouched, and which version is current changes with each update. Both are
-written back before any other code reads or writes optimizer states, and before a unit is updated elsewhere.
+A resident unit's states are a write-back cache on the accelerator, and the current version of an eager unit's states
+changes with each update. Both are written back before other code uses optimizer states or a unit is updated elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from perf_model.schedule.action import Lane
 
 
 class StatesElsewhere:
-    """The resident and eager units of one executor.
-
-    No update is in flight and no step is speculated, except in ``load`` and ``mark_updated``.
-    """
+    """The resident and eager units of one executor. Only ``load`` and ``mark_updated`` may be called in an update."""
 
     def __init__(self, device: Device[Any], streams: Mapping[Lane, Stream[Any]]) -> None:
         self._device = device

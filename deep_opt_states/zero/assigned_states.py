@@ -1,7 +1,7 @@
 """Update the states that a script has assigned, cleared or deleted since the last update, as stock does.
 
-Stock's Adam looks its states up in each step, but the plugin updates memory of its own. Before an update, the values of
-an assigned tensor are copied there, and the tensor becomes a view of it: all holders of the tensor see its updates.
+Stock's Adam looks its states up in each step. Here, before an update, the values of an assigned tensor are copied to
+the memory that is updated, and the tensor becomes a view of it: all holders of the tensor see its updates.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AssignedStates:
 
     @property
     def masters(self) -> list[Any]:
-        """Return the masters by sub-group, which are the keys of the states, without a wait for the update."""
+        """Return the masters, which are the keys of the states, without a wait for the update."""
         return vars(self._optimizer)["fp32_partitioned_groups_flat"]
 
     def __getitem__(self, sub_group_id: int) -> dict[str, Any]:
@@ -108,7 +108,8 @@ class AssignedStates:
         return None
 
     def _check(self) -> None:
-        num_tensors, num_sub_groups = sum(map(_is_tensor, self.masters)), len(self._memory.sub_groups)
+        num_tensors = sum(isinstance(master, torch.Tensor) for master in self.masters)
+        num_sub_groups = len(self._memory.sub_groups)
         if not num_tensors == len(self.masters) == num_sub_groups:
             raise StateRefused(
                 f"fp32_partitioned_groups_flat must hold one tensor for each of {num_sub_groups} sub-groups, found "
@@ -128,7 +129,8 @@ class AssignedStates:
         for index, state in enumerate(states):
             _check_state(index, state)
         # Stock adds 1 to a tensor in place, before each sub-group reads it.
-        num_with = Counter(state["step"].data_ptr() for state in states if state and _is_tensor(state["step"]))
+        steps = [state["step"] for state in states if state]
+        num_with = Counter(step.data_ptr() for step in steps if isinstance(step, torch.Tensor))
         if shared := sum(number for number in num_with.values() if number > 1):
             raise StateRefused(
                 f"step must be a number or a tensor of its own in each state, found a tensor that {shared} states "
@@ -194,12 +196,8 @@ def _check_state(index: int, state: object) -> None:
         )
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _is_dense(value: Any) -> bool:
-    return _is_tensor(value) and value.layout is torch.strided
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _memory_of(value: Any) -> tuple[int, int]:
@@ -222,7 +220,7 @@ def _counts_steps(step: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    if not _is_tensor(value):
+    if not isinstance(value, torch.Tensor):
         return shown(value)
     layout = f", {value.layout}," if not _is_dense(value) else "" if value.is_contiguous() else ", not contiguous,"
     return f"{value.numel()} {value.dtype}{layout} on {value.device}"

@@ -22,7 +22,6 @@ from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_SHOWN = 200
-"""The most characters of a value in a message."""
 
 
 class CheckpointError(ValueError):

@@ -44,17 +44,13 @@ class KeptError:
         return None
 
     def raise_first(self) -> None:
-        """Raise the error, if there is one."""
         if self.error is not None:
             raise self.error
 
 
 def save_checkpoint(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine.save_checkpoint``. All ranks raise if one could not write a file.
-
-    Stock truncates ``latest`` before it writes the tag, which a full disk refuses. It is replaced as a whole here. An
-    optimizer that is not the plugin's saves as with stock.
-    """
+    """Replace ``DeepSpeedEngine.save_checkpoint``. All ranks raise if one could not write a file."""
+    # Stock truncates ``latest`` before it writes the tag, which a full disk refuses. It is replaced as a whole here.
     if not _keeps_errors(engine):
         return wrapped(*args, **kwargs)
     engine.optimizer.check_states_on_disk()

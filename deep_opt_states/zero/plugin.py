@@ -44,19 +44,13 @@ with suppress(ModuleNotFoundError):
 
 
 def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any, kwargs: Any) -> Any:
-    """Replace ``DeepSpeedEngine._configure_zero_optimizer``.
-
-    This is a collective, also for ranks whose block is disabled. A rank without the block never calls it, and the
-    others wait.
-    """
+    """Replace ``DeepSpeedEngine._configure_zero_optimizer``: a collective, also for ranks whose block is disabled."""
     basic_optimizer = args[0] if args else kwargs.get("optimizer")
     if basic_optimizer is None or isinstance(basic_optimizer, DummyOptim):
         return wrapped(*args, **kwargs)
     switches = f"on, with {CHECK_SWITCH}=1" if checks_direct_writes() else "on"
     # Before stock's constructor: a rank that refuses would never reach its collectives.
-    choice = same_on_all_ranks(
-        lambda: _choose(engine, basic_optimizer), lambda choice: "off" if choice is None else switches
-    )
+    choice = same_on_all_ranks(lambda: _choose(engine, basic_optimizer), lambda choice: switches if choice else "off")
     if choice is None:
         return wrapped(*args, **kwargs)
     config, accelerator = choice
@@ -83,8 +77,7 @@ def configure_zero_optimizer(wrapped: Callable[..., Any], engine: Any, args: Any
 
 def _choose(engine: Any, basic_optimizer: Any) -> tuple[Config, AcceleratorChoice] | None:
     """Return our block and the accelerator, or None if the plugin is off. Raise ``ConfigError`` or ``Unsupported``."""
-    config = _supported(config_of(engine))
-    if config is None:
+    if (config := _supported(config_of(engine))) is None:
         return None
     refuse_optimizer(basic_optimizer)
     return config, choose_device()
@@ -100,10 +93,8 @@ def _supported(ds_config: Any) -> Config | None:
 
 @missing_names_are_refused()
 def check_config(ds_config: Any) -> None:
-    """Check a ``DeepSpeedConfig`` with our block before ``deepspeed.zero.Init`` partitions the model by it.
-
-    Raise ``ConfigError`` or ``Unsupported``. Without ``"optimizer"`` in the config, ``check_engine`` checks it later.
-    """
+    """Check a ``DeepSpeedConfig`` with our block before ``deepspeed.zero.Init`` partitions the model by it."""
+    # Without an optimizer in the config, ``check_engine`` checks it later.
     enabled_config(param_dict(ds_config))
     if ds_config.optimizer_name is not None:
         _supported(ds_config)
@@ -111,11 +102,8 @@ def check_config(ds_config: Any) -> None:
 
 @missing_names_are_refused()
 def check_engine(engine: Any, model: Any) -> None:
-    """Check an engine whose config contains our block, before it partitions ``model``.
-
-    With an optimizer, this is a collective over all ranks, and all raise ``ConfigError``, ``Unsupported`` or
-    ``RanksDisagree``. An engine without one, such as TRL's reference model, runs as stock DeepSpeed.
-    """
+    """Check an engine whose config contains our block, before it partitions ``model``."""
+    # With an optimizer, this is a collective over all ranks. One without, as TRL's reference model, runs as stock.
     if engine.client_optimizer or engine.optimizer_name():
         # NCCL needs the device of this rank now, and DeepSpeed sets it only later.
         get_accelerator().set_device(max(0, engine.local_rank))
@@ -127,8 +115,7 @@ def check_engine(engine: Any, model: Any) -> None:
 
 
 def _check_engine(engine: Any, model: Any) -> None:
-    config = _supported(config_of(engine))
-    if config is None:
+    if (config := _supported(config_of(engine))) is None:
         return
     if model is not None:
         # Early, because DeepSpeed compiles its kernels next. ``assemble`` checks the trained names again.

@@ -1,11 +1,8 @@
 """Replace the update phase of DeepSpeed ZeRO-3 by a schedule: a thin subclass that overrides hooks of ``step()``.
 
-``step()`` itself, the gradient reduction, the norm, overflow handling and checkpoints are stock's. The hooks collect
-the hyperparameters of all sub-groups, and the hook of the last one starts one schedule for all of them.
-
+The hooks collect the hyperparameters of all sub-groups, and the hook of the last one starts one schedule for all.
 Persistent parameters are updated when ``step()`` returns, the rest possibly during the next forward (see
-``step/update.py``). Every reader or writer of parameters, states or gradients waits until no update is in flight;
-``GuardedStates`` overrides the hooks for them.
+``step/update.py``). ``GuardedStates`` overrides the hooks for other readers and writers of parameters and states.
 """
 
 from __future__ import annotations
@@ -113,9 +110,7 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         request, budget = self._assembly.planned.request, self._assembly.context.budget
         if request is not None and budget is not None:
             free_host_bytes = self._assembly.context.free_host_bytes
-            self._gpu_memory = memory = GpuMemory(
-                self._running, request, budget, before_move=self._update.report, free_host_bytes=free_host_bytes
-            )
+            self._gpu_memory = memory = GpuMemory(self._running, request, budget, self._update.report, free_host_bytes)
             memory.log_failure_at_exit(self._resources)
             WatchedForwards(self.module, memory, self._evict, self._resources)
 
@@ -150,10 +145,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
             self._buckets.record(param)
 
     def clear_backward_seen_flag(self) -> None:
-        """Discard the gradients of a backward that raised; DeepSpeed calls this before each forward.
-
-        Stock would keep unreduced gradients in its buckets. Reduced gradients of later micro-batches stay, as in stock.
-        """
+        """Discard the gradients of a backward that raised; DeepSpeed calls this before each forward."""
+        # Stock would keep unreduced gradients. Reduced gradients of later micro-batches stay, as in stock.
         super().clear_backward_seen_flag()
         if self.micro_step_id == 0 and (self._window_is_open or self._buckets.have_gradients):
             self._wait_for_reduction()
@@ -238,10 +231,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
         self._update.raise_if_failed()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether the norm of any parameter is not finite on any rank.
-
-        If only the sum of finite squares overflows, stock skips the step as well, because of its infinite norm.
-        """
+        """Return whether the norm of any parameter is not finite on any rank."""
+        # If only the sum of finite squares overflows, stock skips the step as well, because of its infinite norm.
         if not partition_gradients:
             return super().has_overflow(partition_gradients)
         return self._norms.overflow()
@@ -258,9 +249,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Compute the factor by which our kernels multiply all gradients; stock multiplies them here."""
-        if sub_group_id > 0:
-            return
-        self._grad_scale = self._grad_scale_with(total_norm)
+        if sub_group_id == 0:
+            self._grad_scale = self._grad_scale_with(total_norm)
 
     def _grad_scale_with(self, total_norm: torch.Tensor) -> float:
         combined_scale = self.loss_scale

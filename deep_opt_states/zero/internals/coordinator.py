@@ -42,10 +42,8 @@ class Coordinator:
             self._modules_in_forward = len(self._coordinator._PartitionedParameterCoordinator__submodule_order)
 
     def uses(self) -> list[int] | None:
-        """Return a ``ds_id`` per use of a parameter by forward, in order, and then the rest of the trace.
-
-        Return None until a trace is recorded. DeepSpeed compares the traces, so the result is the same on every rank.
-        """
+        """Return a ``ds_id`` per use of a parameter by forward, in order, and then the rest; None without a trace."""
+        # DeepSpeed compares the traces, so the result is the same on every rank.
         if not self._coordinator.is_complete_trace():
             return None
         order = self._coordinator._PartitionedParameterCoordinator__submodule_order

@@ -22,10 +22,8 @@ DECOUPLED_DECAY = {"Adam": False, "AdamW": True, "AdamW32bit": True}
 
 
 def keeps_optimizer(param_dict: Mapping[str, Any]) -> bool:
-    """Return whether Accelerate keeps the optimizer of the script.
-
-    It is no error, because a DeepSpeedCPUAdam that the script passes has the weight decay of AdamW only if it is kept.
-    """
+    """Return whether Accelerate keeps the optimizer of the script."""
+    # No error: a DeepSpeedCPUAdam that the script passes has the weight decay of AdamW only if it is kept.
     return not param_dict.get("zero_force_ds_cpu_optimizer", True) and "optimizer" not in param_dict
 
 

@@ -37,10 +37,8 @@ class AcceleratorChoice:
     """Whether the accelerator is the CPU, whose kernel also updates the staging slots."""
 
     def gpu_budget(self, config: Config) -> GpuBudget | None:
-        """Return how much accelerator memory the planner may use, now and later; None for the CPU.
-
-        Without a limit in the config it starts at 0: training must not need more memory than with stock.
-        """
+        """Return how much accelerator memory the planner may use; None for the CPU."""
+        # Without a limit in the config it starts at 0: training must not need more memory than with stock.
         if self.slots_on_host:
             return None
         limit = 0.0 if _no_gpu_adam() else config.gpu_memory_gb
@@ -51,10 +49,8 @@ class AcceleratorChoice:
         )
 
     def fits_accumulators(self, plan: UpdatePlan, setup: TrainingSetup, budget: GpuBudget | None) -> bool:
-        """Return whether the sums of gradients that ``setup`` needs fit on the accelerator with the states of ``plan``.
-
-        If the accelerator is the CPU, ``plan`` reserves memory for them as soon as it updates anything there.
-        """
+        """Return whether the sums of gradients that ``setup`` needs fit on the accelerator with ``plan``."""
+        # On the CPU, ``plan`` reserves memory for them as soon as it updates anything there.
         if self.slots_on_host:
             return _num_on_device(plan) > 0
         allowed_bytes = int(SHARE_FOR_SUMS * torch.cuda.mem_get_info()[1]) if budget is None else budget.bytes
@@ -84,10 +80,7 @@ class AcceleratorChoice:
         optimizer: Any,
         dtypes: StateDtypes,
     ) -> AdamKernel | None:
-        """Return the compiled kernel for the units of ``optimizer``, DeepSpeed's stage-3 one, on the accelerator.
-
-        Return None if all are on the CPU. Raise ``KernelUnavailable`` without one.
-        """
+        """Return the compiled kernel for the units of ``optimizer`` on the accelerator; None if all are on the CPU."""
         if self.slots_on_host:
             return host_adam
         if not _num_on_device(plan) and (budget is None or _no_gpu_adam()):

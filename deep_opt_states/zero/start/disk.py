@@ -29,10 +29,7 @@ HOST_MARGIN = 0.1
 
 
 def with_nvme_path(config: Config, offload: Any) -> Config:
-    """Return ``config`` with all folders in ``nvme_paths``, none if ``offload``, DeepSpeed's block, is not on NVMe.
-
-    Raise ``ConfigError`` for keys that belong to NVMe.
-    """
+    """Return ``config`` with all folders in ``nvme_paths``. Raise ``ConfigError`` for keys that need NVMe."""
     if offload.device == OffloadDeviceEnum.nvme:
         return config.model_copy(update={"nvme_paths": [str(offload.nvme_path), *(config.nvme_paths or [])]})
     for key in ("nvme_paths", "host_memory_gb"):
@@ -55,10 +52,7 @@ def check_folders(config: Config) -> list[str]:
 def choose_states_on_disk(
     config: Config, sub_groups: Sequence[Sequence[Partition]], widths: Widths, ranks: SharingRanks
 ) -> list[list[Partition]]:
-    """Return ``sub_groups`` with the states on disk that do not fit into host memory. This is a collective.
-
-    Raise ``DiskError`` if a folder cannot hold them.
-    """
+    """Place the states on disk that do not fit into host memory. Raise ``DiskError``. This is a collective."""
     if not config.nvme_paths:
         return [list(partitions) for partitions in sub_groups]
     if config.host_memory_gb is None:
@@ -92,10 +86,7 @@ def choose_states_on_disk(
 def with_disks(
     config: Config, cost: CostModel, workload: Workload, widths: Widths, note: Callable[[str], None]
 ) -> CostModel:
-    """Return ``cost`` with the rates of this rank's disks while all ranks use theirs, if a unit is on disk.
-
-    ``note`` is called with the rates. This is a collective.
-    """
+    """Return ``cost`` with the rates of this rank's disks while all use theirs, and ``note`` them: a collective."""
     if not workload.on_disk_numel:
         return cost
     folders = [Path(path) for path in config.nvme_paths or []]
@@ -103,7 +94,6 @@ def with_disks(
     rates = DiskRates(*(min(values) for values in zip(*measured, strict=True)))
     note(
         f"{size(workload.on_disk_numel * widths.states)} of states per rank are in {', '.join(map(str, folders))}: "
-        f"{size(int(rates.read))}/s read, {size(int(rates.write))}/s written, "
-        f"{size(int(rates.both))}/s both together."
+        f"{size(int(rates.read))}/s read, {size(int(rates.write))}/s written, {size(int(rates.both))}/s both together."
     )
     return cost.with_disk(rates, widths)

@@ -22,10 +22,7 @@ from perf_model.units import counted, size
 
 
 def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
-    """Return the cores for this rank's CPU updates and log them. This is a collective over all ranks.
-
-    Raise ``ConfigError`` if this rank cannot have ``cpu_threads`` threads, ``RanksDisagree`` if another one cannot.
-    """
+    """Return the cores for this rank's CPU updates and log them. This is a collective over all ranks."""
     share = raise_together(lambda: core_share(accelerator, Ranks(), config))
     omp = os.environ.get("OMP_NUM_THREADS")
     for_pytorch = f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""
@@ -34,10 +31,8 @@ def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
 
 
 def core_share(accelerator: AcceleratorChoice, ranks: Ranks, config: Config | None = None) -> CoreShare:
-    """Return the cores that training with ``config`` uses; it defaults to an empty block.
-
-    This is a collective over ``ranks``, but a rank that cannot have ``cpu_threads`` raises ``ConfigError`` alone.
-    """
+    """Return the cores that training with ``config`` uses; it defaults to an empty block."""
+    # This is a collective over ``ranks``, but a rank that cannot have ``cpu_threads`` raises ``ConfigError`` alone.
     config = config or Config()
     on_accelerator = not accelerator.slots_on_host
     hosts = ranks.gather(call_on_all_ranks(ranks, lambda: _host(on_accelerator)))
@@ -101,10 +96,7 @@ def free_share_bytes(ranks: SharingRanks) -> int:
 def check_free_memory(
     slab_bytes: int, numel: int, ranks: SharingRanks, free: FreeHostMemory, eager_bytes: int = 0
 ) -> None:
-    """Raise ``HostMemoryError`` unless ``slab_bytes`` for ``numel`` parameters on each of ``ranks`` are ``free``.
-
-    ``eager_bytes`` more are needed for the second versions of eager units' states.
-    """
+    """Raise ``HostMemoryError`` unless each of ``ranks`` can have ``slab_bytes`` and ``eager_bytes``."""
     without_eager = 'Set "eager": false. Or: ' if eager_bytes else ""
     and_eager = f" and {size(eager_bytes)} for eager units" if eager_bytes else ""
     for place, sharing, limit, allowed_bytes, remedy in (
@@ -122,10 +114,8 @@ def check_free_memory(
 
 
 def check_locking(slab_bytes: int, numel: int, device: Device[Any], limit_bytes: int | None) -> None:
-    """Raise ``HostMemoryError`` if ``device`` cannot page-lock ``slab_bytes`` for the rank's ``numel`` parameters.
-
-    Some drivers ignore the memlock limit, ``limit_bytes`` (None: unlimited). So page-lock slightly more as a trial.
-    """
+    """Raise ``HostMemoryError`` if ``device`` cannot page-lock ``slab_bytes`` for the rank's ``numel`` parameters."""
+    # Some drivers ignore the memlock limit, ``limit_bytes`` (None: unlimited). So page-lock slightly more as a trial.
     if limit_bytes is None or slab_bytes <= limit_bytes:
         return
     probe = device.host_slab(min(limit_bytes + mmap.PAGESIZE, slab_bytes))

@@ -70,8 +70,8 @@ def make_plan(
 ) -> PlannedRun:
     """Return the plan that the block specifies, the same on every rank. This is a collective over all ranks.
 
-    ``sub_groups`` holds this rank's partitions of the parameters. If the block gives no placements, rank 0 plans. Raise
-    ``ConfigError`` or ``Unsupported`` for an impossible placement, ``ProfileError`` for an unusable profile.
+    If the block gives no placements, rank 0 plans. Raise ``ConfigError`` or ``Unsupported`` for an impossible
+    placement, ``ProfileError`` for an unusable profile.
     """
     workload = config.workload(sub_groups)
     notes: list[str] = []
@@ -105,10 +105,8 @@ def make_plan(
 
 
 def check_even_shards(sub_groups: Sequence[Sequence[Partition]]) -> None:
-    """Raise ``Unsupported`` on every rank unless all partitions have the same sizes on all. This is a collective.
-
-    Rank 0 plans for all ranks. DeepSpeed pads data-parallel partitions, but AutoTP or an ``mpu`` may shard unevenly.
-    """
+    """Raise ``Unsupported`` on every rank unless all partitions have the same sizes on all. This is a collective."""
+    # Rank 0 plans for all ranks. DeepSpeed pads data-parallel partitions, but AutoTP or an ``mpu`` may shard unevenly.
     by_rank = gather_values([(partition.name, partition.numel) for group in sub_groups for partition in group])
     rank = next((rank for rank, other in enumerate(by_rank) if other != by_rank[0]), None)
     if rank is None:

@@ -1,9 +1,8 @@
 """Measure how long the caller's stream waits for an update, and how long it computes while the update runs.
 
-1. The caller's stream waits for the update itself. Two events on that stream mark the wait. A host that waits while the
-   stream still has work delays nothing: then the second event follows the first immediately.
-2. It waits for the gathering stream, which may itself wait for the update. Events on both streams mark the waits, and
-   only the time in which both streams wait counts. An all-gather is not part of the update.
+The caller's stream may wait for the update itself, between two events on that stream: a host that waits while it still
+has work delays nothing. Or it waits for the gathering stream, which may itself wait for the update: events on both
+streams mark the waits, and only the time in which both wait counts. An all-gather is not part of the update.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class UpdateWaits:
         self.read_timeline = None
 
     def backward_starts(self) -> None:
-        """Mark the start of a backward, unless it is not the first one after this update."""
+        """Mark the start of the first backward after this update."""
         if not self._backward_started:
             self._backward_started = True
             self._device.current_stream().record(self._backward)
@@ -93,10 +92,8 @@ class UpdateWaits:
             yield
 
     def iteration_until(self, following: UpdateWaits) -> IterationTimes | None:
-        """Return the iteration between this update and the ``following`` one; None while it is unknown.
-
-        Where the host does not wait for the norm, the device may not have decided the following update yet.
-        """
+        """Return the iteration between this update and the ``following`` one; None while it is unknown."""
+        # Where the host does not wait for the norm, the device may not have decided the following update yet.
         if not self._waits or not following._waits or following._unfinished:
             return None
         ((first, *_), *_), ((decided, *_), *_) = self._waits, following._waits
@@ -106,11 +103,8 @@ class UpdateWaits:
         return IterationTimes(backward_start_s, decided.start.seconds_after(first.start))
 
     def phases(self) -> tuple[PhaseSpan, ...]:
-        """Return the phases of training around the finished update, in order and without overlaps.
-
-        They are backward since the first prefetch, one exposed span per wait, and forward in between. Second 0 is the
-        start of the first wait. The host waits for the events.
-        """
+        """Return backward since the first prefetch, one exposed span per wait, and forward in between, in order."""
+        # Second 0 is the start of the first wait. The host waits for the events.
         ((first,), *_) = self._waits
         for of_caller, *_ in self._waits:
             # The caller's stream has waited for the gathering stream within its own interval.
@@ -145,10 +139,7 @@ class UpdateWaits:
 
 
 class Exposure:
-    """The ``waits`` for the latest update, and the ``previous_waits`` for the update before it.
-
-    The waits for an update can be read until the second update after it is prefetched or starts.
-    """
+    """The ``waits`` for the latest update, and ``previous_waits``, until the next update is prefetched or starts."""
 
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
@@ -158,7 +149,7 @@ class Exposure:
         """The iteration after the update that is being reported; None while it is unknown."""
 
     def mark_prefetch(self) -> bool:
-        """Mark where prefetching for the next update starts, and return whether it was not marked yet."""
+        """Mark where prefetching for the next update starts, or return False if it is marked."""
         if is_first := not self._prefetch_marked:
             self._prefetch_marked = True
             self.previous_waits.read_timeline = None

@@ -1,17 +1,8 @@
 """Hold optimizer states in the GPU memory that training leaves free, and evict them when training needs it.
 
-1. **Plan once.** In the first steps the CPU updates all units that no rule places. The memory that is free at their
-   peak, less a margin, is for states. Rank 0 plans, with the least of all ranks and the measured windows. When the plan
-   has shown how much its copies slow down forward, it is reconsidered once.
-2. **When memory is short on a rank, evict, measure the windows in one step, and plan once with what is left**, on all
-   ranks: when half of the margin is taken, PyTorch had to retry an allocation, or a plan's memory could not be
-   reserved. The memory never grows again.
-3. **Evict before training needs the memory**, on one rank alone: before a forward that may need more than any before,
-   and between two layers of a forward that has taken half of the margin. The plan stays, and its memory is reserved
-   again when the need is known.
-
-Training runs out of memory where stock does not only if its need grows by more than the margin inside one layer or in
-backward: gradients are being reduced then, and the memory of a plan must not change.
+*How it works* in ``docs/planning.md`` has the rules. All ranks plan together, with the least memory of all and after
+one more step that measures the windows. One rank evicts alone before training may need the memory: the plan stays, and
+its memory is reserved again when the need is known. In backward, gradients are being reduced, and it must not change.
 """
 
 from __future__ import annotations
@@ -48,7 +39,6 @@ LITTLE_GAIN = 0.01
 PLANNED_STEPS = 4
 """The steps with the first plan before it is reconsidered for the slowdown by its copies."""
 
-
 REMEDY = (
     "If stock DeepSpeed has enough memory for this step, its need has jumped by more than the margin, without a "
     "larger input: a larger gpu_memory_margin_gb leaves more memory free"
@@ -58,9 +48,8 @@ REMEDY = (
 class GpuBudget:
     """The ``bytes`` of this rank's accelerator that a plan may hold: at first ``start_bytes``, then all that is free.
 
-    Memory is free if neither a process nor PyTorch's cache held it at the peak. ``margin_bytes`` of it stay free. After
-    a retried allocation, at most half of the held bytes are allowed. The budget grows once, after ``OBSERVED_STEPS``,
-    and not if ``fills`` is false.
+    Memory is free if neither a process nor PyTorch's cache held it at the peak. ``margin_bytes`` of it stay free. The
+    budget grows once, after ``OBSERVED_STEPS``, and not if ``fills`` is false.
     """
 
     def __init__(self, *, start_bytes: int, margin_bytes: int, fills: bool) -> None:
@@ -101,12 +90,11 @@ class GpuBudget:
         return self._steps >= OBSERVED_STEPS - 1 and free_bytes < self.margin_bytes // 2
 
     def limit(self, limit_bytes: int) -> None:
-        """Allow no more than ``limit_bytes`` from now on."""
         self.bytes = min(self.bytes, max(0, limit_bytes))
 
 
 class GpuMemory:
-    """The accelerator memory of the plan that ``running`` runs, under the rules at the top of this file."""
+    """The accelerator memory of the plan that ``running`` runs."""
 
     def __init__(
         self,
@@ -135,10 +123,8 @@ class GpuMemory:
         """The bytes that PyTorch held or could take before a forward; None if the plan held no memory."""
 
     def adapt(self, *, is_short_anywhere: bool) -> bool:
-        """Plan if that is due, reserve the memory of an evicted plan if it fits, and return whether the plan is new.
-
-        Call this on every rank between updates, while no window is open. It is a collective when a plan is due.
-        """
+        """Plan if that is due, reserve the memory of an evicted plan if it fits, and return whether the plan is new."""
+        # No window is open. This is a collective when a plan is due.
         self._steps += 1
         if is_short_anywhere and not self._plans_for_less:
             self._plans_for_less, self._may_restore, self._next_plan = True, False, self._steps + 1
@@ -180,8 +166,7 @@ class GpuMemory:
         gpu_bytes_by_rank, needs_are_known, windows, eager_bytes_by_rank = zip(*gather_values(here), strict=True)
         are_measured = None not in windows
         if not self._plans_for_less and not (are_measured and all(needs_are_known)):
-            # The backward of a forward that needs more than any before may need the memory. An interrupt may have
-            # prevented a measurement.
+            # The need of this forward's backward is unknown, or an interrupt has prevented a measurement.
             if not are_measured:
                 self._measure_again()
             return False

@@ -24,7 +24,6 @@ class GradientBuffer:
 
     @property
     def accumulator(self) -> torch.Tensor:
-        """Return the tensor in which gradients are accumulated over micro-batches."""
         return self.grad if self.device_accumulator is None else self.device_accumulator
 
 

@@ -18,17 +18,15 @@ from perf_model.prediction.slowdown import SlowedForward, fit_slowdown
 from perf_model.prediction.timeline import Phase, PhaseSpan, Timeline, seconds_of
 
 FIRST_UPDATES = 3
-"""The number of first updates that end inside ``step()``."""
 
 SLOWED_FORWARDS = 8
 """The number of last forwards that the slowdown is fitted to, with copies of states alongside and without."""
 
 
 class MeasuredWindows:
-    """The windows of one rank, measured by events on the stream that computes.
+    """The windows of one rank, measured by events on the stream that computes, in the next ``updates`` updates.
 
-    The next ``updates`` updates have to end inside ``step()``, and nothing is prefetched for them. If there are none,
-    nothing needs the windows. ``needs_forward``: whether updates overlap with forward.
+    If there are none, nothing needs the windows. ``needs_forward``: whether updates overlap with forward.
     """
 
     def __init__(self, device: Device[Any], updates: int, *, needs_forward: bool) -> None:
@@ -46,10 +44,7 @@ class MeasuredWindows:
         return self._updates_left > 0
 
     def measure_again(self) -> None:
-        """Measure anew in the next step, whose states and inputs may need other times than the first ones.
-
-        The last update was reported, and no flush is in flight.
-        """
+        """Measure anew in the next step. The last update was reported, and no flush is in flight."""
         self._measure(int(self._is_used))
 
     def _measure(self, updates: int) -> None:
@@ -65,7 +60,7 @@ class MeasuredWindows:
 
     def forward_starts(self) -> None:
         """Start to measure a forward: an update has ended inside ``step()``."""
-        if self._is_used and self._needs_forward and len(self._forward_s) < self._samples:
+        if self._needs_forward and len(self._forward_s) < self._samples:
             self._start_forward()
 
     def before_forward(self, *, trains: bool) -> None:
@@ -111,7 +106,7 @@ class MeasuredWindows:
         if self._is_used and not (self._backward_s and (self._forward_s or not self._needs_forward)):
             return None
         return Windows(
-            backward_s=median(self._backward_s) if self._backward_s else 0.0,
-            forward_s=median(self._forward_s) if self._forward_s else 0.0,
+            backward_s=median(self._backward_s or [0.0]),
+            forward_s=median(self._forward_s or [0.0]),
             slowdown=fit_slowdown([slowed for forwards in self._slowed.values() for slowed in forwards]),
         )

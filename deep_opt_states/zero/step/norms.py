@@ -24,11 +24,7 @@ from deep_opt_states.zero.internals.compat import (
 
 
 class Norms:
-    """The norms of ``optimizer``'s gradients, from the norms per parameter in its ``norm_for_param_grads``.
-
-    ``overflow`` and ``per_sub_group`` are collectives over the data-parallel ranks, ``overflow`` also over the
-    model-parallel ranks. In each, the host waits for the accelerator at most once.
-    """
+    """The norms of ``optimizer``'s gradients. In each method that returns some, the host waits at most once."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -56,7 +52,7 @@ class Norms:
         self._roots = None
 
     def overflow(self) -> bool:
-        """Return whether the norm of any parameter is not finite on any rank. Collective."""
+        """Return whether the norm of any parameter is not finite on any rank. This is a collective over all ranks."""
         optimizer = self._optimizer
         norms = self._by_param()
         overflow = norms.isfinite().all().logical_not().to(torch.uint8).reshape(1)
@@ -76,7 +72,7 @@ class Norms:
         return overflow_found
 
     def per_sub_group(self) -> list[torch.Tensor]:
-        """Return the norm of each sub-group as an fp32 scalar on the host, -1 if it is not finite. Collective."""
+        """Return the norm of each sub-group as an fp32 scalar on the host, -1 if it is not finite. A collective."""
         roots, self._roots = self._roots, None
         if roots is None:
             roots = self._reduced(self._by_param(), []).cpu()
@@ -91,10 +87,8 @@ class Norms:
         return torch.stack([norms.get(param_id, self._zero).to(self._device) for param_id in self._param_ids])
 
     def _reduced(self, norms: torch.Tensor, reductions: list[Any]) -> torch.Tensor:
-        """Return the fp32 norms of the sub-groups from the ``norms`` of the parameters, and wait for ``reductions``.
-
-        The sum of each sub-group is all-reduced separately: packed with others, it could be added in another order.
-        """
+        """Return the fp32 norms of the sub-groups from the ``norms`` of the parameters, and wait for ``reductions``."""
+        # The sum of each sub-group is all-reduced separately: packed with others, it could be added in another order.
         totals = sums_in_order(norms**2, self._offsets).float()
         for sub_group_id, total in enumerate(totals.split(1)):
             process_group = sub_group_process_group(self._optimizer, sub_group_id)

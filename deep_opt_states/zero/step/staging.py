@@ -36,10 +36,8 @@ class Staging:
         self._begin = 0
 
     def send(self, host: torch.Tensor, offset: int, values: torch.Tensor) -> None:
-        """Copy ``values``, of shape [numel], to ``host`` from ``offset`` on, and let the current stream overwrite them.
-
-        Values for adjacent elements of ``host`` are combined into one copy, which ``flush`` issues at the latest.
-        """
+        """Copy ``values``, of shape [numel], to ``host`` from ``offset`` on. The current stream may overwrite them."""
+        # Values for adjacent elements of ``host`` are combined into one copy, which ``flush`` issues at the latest.
         if host is not self._host or offset != self._begin + self._filled:
             self.flush()
             self._host, self._begin = host, offset

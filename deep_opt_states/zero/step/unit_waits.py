@@ -9,26 +9,22 @@ from perf_model.schedule.action import Lane
 
 
 class UnitWaits:
-    """The waits of forward for the units of the update that ``running`` executes.
+    """The waits of forward for the units of the update that ``running`` executes."""
 
-    Each wait includes the persistent unit, because any module may read its parameters.
-    """
+    # Each wait includes the persistent unit, because any module may read its parameters.
 
     def __init__(self, running: RunningPlan) -> None:
         self._running = running
         self._executor = running.executor
+        self.start()
+        self.request_all()
+
+    def start(self) -> None:
+        """Wait for the units of the next update from now on."""
         self._waited_for: set[int] = set()
         self._gathered: set[int] = set()
         self._requested = 0
         """The position in the schedule before which every rank has requested each PUBLISH."""
-        self._published_at: dict[int, int] = {}
-        """The position of the PUBLISH of each unit that has one."""
-        self._are_over = False
-
-    def start(self) -> None:
-        self._waited_for.clear()
-        self._gathered.clear()
-        self._requested = 0
         self._are_over = False
         schedule = self._running.plan.schedule
         self._published_at = {

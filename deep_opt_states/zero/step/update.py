@@ -67,7 +67,6 @@ class Update:
         self.memory_is_short = self.memory_is_short_anywhere = False
         """Whether accelerator memory is short on this rank now, and was on any rank when the ranks last agreed."""
         self.refusal: Exception | None = None
-        """The error by which this rank refuses the next update."""
         self._phase = UpdatePhase.IDLE
         self._raised: BaseException | None = None
         """The failure that was raised or logged, and is not logged again at the end of the process."""
@@ -133,10 +132,8 @@ class Update:
     # End and report an update
 
     def wait_on_stream(self) -> None:
-        """Make the current stream wait, on every rank, for the gradients and parameters that backward uses.
-
-        States may still be copied to host memory during backward.
-        """
+        """Make the current stream wait, on every rank, for the gradients and parameters that backward uses."""
+        # States may still be copied to host memory during backward.
         if self.is_deferred:
             self._end(Waiter.STREAM)
             self.unit_waits.request_all()
