@@ -7,7 +7,9 @@ structure of its files, without tensor data. Universal checkpoints are not check
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
+from itertools import starmap
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from deep_opt_states.zero.internals.compat import checkpoint_files, has_custom_l
 from deep_opt_states.zero.internals.lr_schedulers import problem_of_scheduler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NUMBER = (Number, torch.Tensor)
 MAX_SHOWN = 200
 
 
@@ -99,12 +102,10 @@ def _problem_of_model(
     saved: Any, engine: Any, options: Mapping[str, Any], *, loads_optimizer: bool, num_files: int
 ) -> str | None:
     """Return the first difference between the file with the model's state and ``engine``, or None."""
-    if not isinstance(saved, dict) or not isinstance(saved.get("module"), Mapping):
-        return f"it must have the model's state under 'module', found {shown(saved)}"
     loads_all = not options["load_module_only"]
-    for key in ("dp_world_size", *(("global_steps", "skipped_steps", "mp_world_size") if loads_all else ())):
-        if not isinstance(saved.get(key), int):
-            return f"{key} must be an integer, found {shown(saved.get(key))}"
+    counts = ("dp_world_size", *(("global_steps", "skipped_steps", "mp_world_size") if loads_all else ()))
+    if (problem := _difference(saved, {"module": Mapping, **dict.fromkeys(counts, int)})) is not None:
+        return problem
     # DeepSpeed compares them even where it uses neither.
     saved_by = saved.get("mp_world_size", num_files)
     if not isinstance(saved_by, int) or saved_by != num_files:
@@ -119,7 +120,6 @@ def _problem_of_model(
             return f"it must have the LR scheduler's state under 'lr_scheduler', found {shown(saved)}"
         if (rule := problem_of_scheduler(engine.lr_scheduler, saved["lr_scheduler"])) is not None:
             return f"lr_scheduler: {rule}, found {shown(saved['lr_scheduler'])}"
-    problem = None
     if options["custom_load_fn"] is None and loads_optimizer and not engine.has_moe_layers:
         problem = _problem_of_module(saved["module"], engine.module, strict=options["load_module_strict"])
     return problem or _problem_of_frozen(saved.get("frozen_param_fragments"), engine)
@@ -142,89 +142,67 @@ def _problem_of_module(saved: Mapping[str, Any], module: torch.nn.Module, *, str
     for name, param in module.named_parameters():
         # A partitioned parameter has no elements in this file.
         shapes[name] = torch.Size([0]) if hasattr(param, "ds_id") else param.shape
-    for name in sorted(shapes.keys() & names & saved.keys()):
-        if not (isinstance(saved[name], torch.Tensor) and saved[name].shape == shapes[name]):
-            return f"{name} must be a tensor of shape {tuple(shapes[name])}, found {_described(saved[name])}"
-    return None
+    return _difference(
+        saved, {name: shapes[name] for name in sorted(shapes.keys() & names & saved.keys())}, "the model"
+    )
 
 
 def _problem_of_frozen(saved: Any, engine: Any) -> str | None:
-    for param in engine.module.parameters() if saved is not None else ():
-        if not param.requires_grad and hasattr(param, "ds_tensor"):
-            name, numel = engine.param_names.get(param), param.ds_tensor.numel()
-            found = saved.get(name) if isinstance(saved, Mapping) else None
-            if not _has_numel(found, numel):
-                return f"the frozen parameter {name} must have {numel} elements on this rank, found {_described(found)}"
-    return None
+    frozen = [param for param in engine.module.parameters() if not param.requires_grad and hasattr(param, "ds_tensor")]
+    shapes = {engine.param_names.get(param): torch.Size([param.ds_tensor.numel()]) for param in frozen}
+    return None if saved is None or not shapes else _difference(saved, shapes, "the frozen parameters")
 
 
 def _problem_of_optimizer(saved: Any, optimizer: Any) -> str | None:
     """Return the first difference between the file with the optimizer's states and ``optimizer``, or None."""
-    states = saved.get(OPTIMIZER_STATE_DICT) if isinstance(saved, dict) else None
-    inner = states.get(OPTIMIZER_STATE_DICT) if isinstance(states, dict) else None
-    if not isinstance(states, dict) or not isinstance(inner, dict):
-        return f"it must have the optimizer's states under {OPTIMIZER_STATE_DICT!r}, found {shown(saved)}"
-    kinds = {"loss_scaler": LossScalerBase, "dynamic_loss_scale": bool, "overflow": (bool, torch.Tensor)}
-    for key, kind in kinds.items():
-        if not isinstance(states.get(key), kind):
-            return f"{key} must be as DeepSpeed saves it, found {shown(states.get(key))}"
-    numels = [master.numel() for master in optimizer.fp32_partitioned_groups_flat]
-    masters = states.get(FP32_FLAT_GROUPS)
-    if not isinstance(masters, list) or len(masters) != len(numels):
-        found = len(masters) if isinstance(masters, list) else shown(masters)
-        return f"the number of sub-groups must be {len(numels)}, found {found}; sub_group_size must be as it was"
-    for index, (master, numel) in enumerate(zip(masters, numels, strict=True)):
-        if not _has_numel(master, numel):
-            return f"sub-group {index} must have {numel} elements, found {_described(master)}"
-    return _problem_of_param_groups(inner.get("param_groups"), optimizer) or _problem_of_moments(
-        inner.get("state"), numels
-    )
-
-
-def _problem_of_moments(moments: Any, numels: Sequence[int]) -> str | None:
-    if not isinstance(moments, dict) or not set(moments) <= set(range(len(numels))):
-        return f"the moments must be by sub-group, found {shown(moments)}"
-    for index, state in moments.items():
-        if not isinstance(state, dict):
-            return f"the state of sub-group {index} must be a dictionary, found {shown(state)}"
+    shapes = [master.shape for master in optimizer.fp32_partitioned_groups_flat]
+    counts = Counter(optimizer.sub_group_to_group_id.values())
+    hyperparameters = {**dict.fromkeys(("lr", "eps", "weight_decay", "bias_correction"), NUMBER), "betas": [NUMBER] * 2}
+    groups = [
+        {"params": [object] * counts[index], **hyperparameters}
+        for index in range(len(optimizer.optimizer.param_groups))
+    ]
+    states = {
+        "loss_scaler": LossScalerBase,
+        "dynamic_loss_scale": bool,
+        "overflow": (bool, torch.Tensor),
+        FP32_FLAT_GROUPS: shapes,
+        OPTIMIZER_STATE_DICT: {"param_groups": groups, "state": dict},
+    }
+    problem = _difference(saved, {OPTIMIZER_STATE_DICT: states})
+    if problem is None:
+        moments = saved[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
+        of_sub_group = {index: {"step": NUMBER, **dict.fromkeys(MOMENTS, shape)} for index, shape in enumerate(shapes)}
         # A sub-group that was never updated has no state. A part of a state would make the next update fail.
-        if state and (state.get("step") is None or not _is_like(state["step"], 0)):
-            return f"the state of sub-group {index} must have a number of steps, found {shown(state.get('step'))}"
-        for key in MOMENTS if state else ():
-            if not _has_numel(found := state.get(key), numels[index]):
-                return f"{key} of sub-group {index} must have {numels[index]} elements, found {_described(found)}"
-    return None
+        updated = {index: of_sub_group.get(index, {}) for index, state in moments.items() if state != {}}
+        unknown = f"the moments must be by sub-group, found {shown(moments)}"
+        problem = unknown if {} in updated.values() else _difference(moments, updated, "the moments")
+    return None if problem is None else f"{problem}; sub_group_size, model and param groups must be as they were"
 
 
-def _problem_of_param_groups(saved: Any, optimizer: Any) -> str | None:
-    ours = optimizer.optimizer.param_groups
-    if not isinstance(saved, list) or len(saved) != len(ours):
-        found = len(saved) if isinstance(saved, list) else shown(saved)
-        return f"the number of param groups must be {len(ours)}, found {found}"
-    groups = list(optimizer.sub_group_to_group_id.values())
-    for index, (group, our_group) in enumerate(zip(saved, ours, strict=True)):
-        params = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(params, list) or len(params) != groups.count(index):
-            return f"param group {index} must have {groups.count(index)} sub-groups, found {shown(params)}"
-        for key in ("lr", "betas", "eps", "weight_decay", "bias_correction"):
-            if not _is_like(group.get(key), our_group[key]) or group.get(key) is None:
-                return f"{key} of param group {index} must be like {our_group[key]}, found {shown(group.get(key))}"
-    return None
+def _difference(saved: Any, expected: Any, place: str = "it") -> str | None:
+    """Return the first place where ``saved`` does not have the entries, the shape or the types that are ``expected``.
 
-
-def _has_numel(value: Any, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
-
-
-def _is_like(value: Any, ours: Any) -> bool:
-    """Return whether ``value`` has the types of ``ours``. Any number is like any other, and None is like everything."""
-    if value is None or ours is None:
-        return True
-    if isinstance(ours, (list, tuple)):
-        return isinstance(value, (list, tuple)) and (not ours or all(_is_like(entry, ours[0]) for entry in value))
-    if isinstance(ours, (Number, torch.Tensor)):
-        return isinstance(value, (Number, torch.Tensor))
-    return isinstance(value, type(ours))
+    These are what is expected of each entry of a dictionary or a list, the shape of a tensor, or one or more types.
+    """
+    if isinstance(expected, dict):
+        if not isinstance(saved, Mapping):
+            return f"{place} must be a dictionary, found {shown(saved)}"
+        entries = [(saved.get(key), inner, f"{place}[{key!r}]") for key, inner in expected.items()]
+    elif isinstance(expected, list):
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(expected):
+            found = len(saved) if isinstance(saved, (list, tuple)) else shown(saved)
+            return f"{place} must be a list of {len(expected)} entries, found {found}"
+        pairs = enumerate(zip(saved, expected, strict=True))
+        entries = [(entry, inner, f"{place}[{index}]") for index, (entry, inner) in pairs]
+    elif isinstance(expected, torch.Size):
+        matches = isinstance(saved, torch.Tensor) and saved.shape == expected
+        return None if matches else f"{place} must be a tensor of shape {tuple(expected)}, found {_described(saved)}"
+    else:
+        kinds = expected if isinstance(expected, tuple) else (expected,)
+        named = " or ".join(kind.__name__ for kind in kinds)
+        return None if isinstance(saved, kinds) else f"{place} must be of type {named}, found {shown(saved)}"
+    return next(filter(None, starmap(_difference, entries)), None)
 
 
 def _described(value: Any) -> str:
