@@ -47,7 +47,7 @@ zero.start: config device host log model.plan_request model.planner model.predic
     names profiler report runtime waiting zero.internals zero.step
 zero.guarded_states: log zero.assigned_states zero.checkpoint_check zero.checkpoint_saving zero.internals
     zero.start zero.step
-zero.stage3: config device model.prediction model.schedule report runtime zero.assigned_states
+zero.stage3: config device model.prediction model.schedule zero.assigned_states
     zero.guarded_states zero.internals zero.start zero.step
 zero.plugin: config log names zero.checkpoint_check zero.checkpoint_saving zero.internals
     zero.stage3 zero.start zero.step

@@ -78,7 +78,6 @@ class Actions:
         self._views.clear()
 
     def shift_slots(self, number: int) -> None:
-        """Shift the slot of every action by ``number`` slots, between two updates."""
         if self._slots:
             self._shift = (self._shift + number) % len(self._slots)
 

@@ -24,10 +24,7 @@ class EarlyUnits:
         self._compute, self._issue = compute, issue
         self._actions: list[Action] = []
         """The actions that may run in backward: those before the first step that may not."""
-        self._issued = 0
-        """The number of them that were issued for the next update."""
-        self._reduced: dict[int, Event] = {}
-        """The caller's stream -> compute stream, by unit: its gradients are complete."""
+        self.restart()
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Update the units of ``schedule`` from now on. None is speculated."""
@@ -64,5 +61,6 @@ class EarlyUnits:
 
     def restart(self) -> None:
         """Start with the update after the next one, or issue all actions again."""
-        self._reduced.clear()
+        self._reduced: dict[int, Event] = {}
+        """The caller's stream -> compute stream, by unit: its gradients are complete."""
         self._issued = 0

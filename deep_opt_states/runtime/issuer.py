@@ -29,15 +29,6 @@ from perf_model.schedule.slots import flushes_before, in_vain, slot_shift
 class Issuer:
     """The issue of the actions of a schedule, which ``run`` executes by kind, on the current stream or the worker."""
 
-    events: ActionEvents
-    """The events of the update that has started last."""
-    schedule: Schedule
-    first_of_caller: int
-    """The number of actions of the worker before the first action that the caller issues."""
-    flushes_before: dict[str, str]
-    """The flush of the previous update that a prefetch waits for, by the name of the prefetch."""
-    slot_shift: int
-
     def __init__(
         self,
         device: Device[Any],
@@ -58,11 +49,9 @@ class Issuer:
         self._ended_on_cpu = 0
         """The position up to which the worker is known to have run or issued its actions."""
         self._prefetched: set[str] = set()
-        """The names of actions that were issued for the next update."""
+        """The names of actions that were issued, or below submitted, for the next update."""
         self._early_reads: dict[str, Future[None]] = {}
-        """The reads from disk that were submitted for the next update, by the action's name."""
         self._speculated: dict[Action, Future[None]] = {}
-        """The SPECULATE actions that were submitted for the next update."""
         self._discarded = False  # whether steps of streamed units were discarded since the last update
         self._early = EarlyUnits(lanes.streams[Lane.COMPUTE], self._issue_early)
         self._carried: dict[str, Event] = {}
@@ -79,12 +68,14 @@ class Issuer:
         self.events, self._next_events = (ActionEvents(self._device, on_streams) for _ in range(2))
         of_worker = takewhile(lambda action: action.lane.is_thread or action.lane is Lane.PUBLISH, schedule.actions)
         self.first_of_caller = len(list(of_worker))
+        """The number of actions of the worker before the first action that the caller issues."""
         self._first_fills = [action for action in schedule.actions if action.kind in EMPTIED_BY and not action.waits]
         writes = [action.name for action in schedule.actions if action.kind is ActionKind.WRITE]
         self._speculations = {action.unit: action for action in schedule.actions if action.kind is ActionKind.SPECULATE}
         self._early.set_schedule(schedule)
         before = flushes_before(schedule)
         self.flushes_before = {name: flush for name, flush in before.items() if flush not in writes}
+        """The flush of the previous update that a prefetch waits for, by the name of the prefetch."""
         self._waits_for_writes = {name: 1 + writes.index(write) for name, write in before.items() if write in writes}
         self.slot_shift = slot_shift(schedule)
 

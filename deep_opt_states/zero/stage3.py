@@ -17,8 +17,6 @@ from deepspeed.accelerator import get_accelerator
 
 from deep_opt_states.config import Config
 from deep_opt_states.device.kernels.adam import AdamStep
-from deep_opt_states.report.line import UpdateReporter
-from deep_opt_states.runtime.accounting import AccountingDevice
 from deep_opt_states.zero.assigned_states import AssignedStates
 from deep_opt_states.zero.guarded_states import GuardedStates
 from deep_opt_states.zero.internals.compat import (
@@ -48,8 +46,6 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     """
 
     device: Any
-    accounting_device: AccountingDevice
-    report: UpdateReporter
 
     @property
     def plan(self) -> UpdatePlan:

@@ -31,9 +31,6 @@ def masters_dtype(optimizer: Any) -> torch.dtype:
     return getattr(optimizer, "master_weights_and_grads_dtype", torch.float32)
 
 
-# The engine and its config
-
-
 def param_dict(ds_config: Any) -> dict[str, Any]:
     """Return the user's JSON that the ``DeepSpeedConfig`` was made from."""
     return ds_config._param_dict

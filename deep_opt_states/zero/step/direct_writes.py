@@ -44,7 +44,8 @@ class DirectWrites:
         """Log each parameter that was written to since ``record``, once in a run."""
         published, self._published = self._published, {}
         for name, copy in published.items():
-            if name in self._named or _same_bits(copy, self._params[name].ds_tensor):
+            found = self._params[name].ds_tensor.detach().to(copy.device)
+            if name in self._named or torch.equal(copy.view(torch.uint8), found.view(torch.uint8)):
                 continue
             self._named.add(name)
             log.warn_this_rank(
@@ -54,10 +55,3 @@ class DirectWrites:
                 f'engine.optimizer.fp16_partitioned_groups_flat first, or set "overlap_forward": false in the block '
                 f'"{CONFIG_KEY}".'
             )
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    as_integer = torch.int32 if one.element_size() == 4 else torch.int16
-    return torch.equal(one.view(as_integer), other.detach().to(one.device).view(as_integer))

@@ -33,31 +33,23 @@ class UpdateWaits:
     def __init__(self, device: Device[Any]) -> None:
         self._device = device
         self._intervals: list[Interval] = []
-        self._used = 0
-        """The number of intervals of this update, the first ones."""
-        self._unfinished = 0
-        """The number of intervals that have not ended, which an exception may leave."""
-        self._waits: list[tuple[Interval, ...]] = []
-        """The waits in the order of the caller's stream, which is blocked while all intervals of an entry overlap."""
-        self._in_flight: list[Interval] = []
-        """Waits of the gathering stream that the caller's stream has not waited for yet."""
         self.prefetch = device.event()
         """Caller's stream: prefetching for this update starts. Only ``phases`` reads it."""
-        self.prefetched = False
         self._backward = device.event()
         """Caller's stream: the first backward after this update starts."""
-        self._backward_started = False
-        self.read_timeline: Callable[[], Timeline] | None = None
-        """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
+        self.start(prefetched=False)
 
     def start(self, *, prefetched: bool) -> None:
         """Start with the waits for a new update. ``prefetched``: ``prefetch`` was recorded for that update."""
         self._used = self._unfinished = 0
-        self._waits.clear()
-        self._in_flight.clear()
-        self.prefetched = prefetched
-        self._backward_started = False
-        self.read_timeline = None
+        """The number of intervals of this update, the first ones, and of those that an exception may leave open."""
+        self._waits: list[tuple[Interval, ...]] = []
+        """The waits in the order of the caller's stream, which is blocked while all intervals of an entry overlap."""
+        self._in_flight: list[Interval] = []
+        """Waits of the gathering stream that the caller's stream has not waited for yet."""
+        self.prefetched, self._backward_started = prefetched, False
+        self.read_timeline: Callable[[], Timeline] | None = None
+        """Returns the timeline of the update; None before its end, after a failure, and once it was reported."""
 
     def backward_starts(self) -> None:
         """Mark the start of the first backward after this update."""
