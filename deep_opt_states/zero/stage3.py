@@ -96,10 +96,8 @@ class DeepOptimizerStates_Stage3(GuardedStates):
     def _setup_for_real_optimizer(self) -> None:
         # Stock's buffer for sums of gradients takes no memory on the meta device.
         device, self.device = self.device, torch.device("meta")
-        try:
-            super()._setup_for_real_optimizer()
-        finally:
-            self.device = device
+        super()._setup_for_real_optimizer()
+        self.device = device
         forget_gradient_buffers(self)
         self._gathers = Gathers(self, self._update, self._running, self._resources)
         self._gpu_memory: GpuMemory | None = None

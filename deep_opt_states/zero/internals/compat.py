@@ -1,10 +1,9 @@
 """Read, call and replace private attributes of DeepSpeed's objects, and of PyTorch's modules and optimizers.
 
-Only this folder, and the hooks that ``stage3.py`` and its base classes override, depend on private names.
-
-Names that older releases lack are replaced where they are used, here and in ``spans.py``, and hooks at the end of this
-file. ``device/kernels/arithmetic.py`` finds the powers of beta before 0.19 by trying, ``step()`` before 0.19.8
-continues after a norm that is inf or NaN, and ``start/refusals.py`` refuses missing features.
+Only this folder, and the hooks that ``stage3.py`` and its base classes override, depend on private names. Names that
+older releases lack are replaced where they are used, here and in ``spans.py``, and hooks at the end of this file.
+``device/kernels/arithmetic.py`` finds the powers of beta before 0.19 by trying, ``step()`` before 0.19.8 continues
+after a norm that is inf or NaN, and ``start/refusals.py`` refuses missing features.
 """
 
 from __future__ import annotations

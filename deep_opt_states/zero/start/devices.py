@@ -73,12 +73,7 @@ class AcceleratorChoice:
         return plan
 
     def device_adam(
-        self,
-        plan: UpdatePlan,
-        budget: GpuBudget | None,
-        host_adam: AdamKernel,
-        optimizer: Any,
-        dtypes: StateDtypes,
+        self, plan: UpdatePlan, budget: GpuBudget | None, host_adam: AdamKernel, optimizer: Any, dtypes: StateDtypes
     ) -> AdamKernel | None:
         """Return the compiled kernel for the units of ``optimizer`` on the accelerator; None if all are on the CPU."""
         if self.slots_on_host:

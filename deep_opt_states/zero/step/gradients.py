@@ -126,7 +126,7 @@ class Gradients:
             self._staging.wait_for_copies()
 
     def synchronize(self) -> None:
-        """Make the host wait for them."""
+        """Block the host until all gradient copies to host memory have finished."""
         if self._staging is not None:
             self._staging.synchronize()
 
