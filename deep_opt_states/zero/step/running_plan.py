@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,11 +67,9 @@ class RunningPlan:
         # The units are built anew, without the shadows that may be current.
         self.executor.sync_states_to_host()
         self.is_evicted = False
-        try:
+        with suppress(torch.OutOfMemoryError):
             self._set(self.plan)
             return True
-        except torch.OutOfMemoryError:
-            pass
         # After the exception: its traceback refers to the memory that was reserved so far.
         self.adopt(self.plan)
         return False
