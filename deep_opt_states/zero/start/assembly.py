@@ -210,7 +210,7 @@ def _build(context: Context, planned: PlannedRun, disk_folders: Sequence[Path], 
 
 
 def _setup(optimizer: Any, device: Device[Any]) -> TrainingSetup:
-    params_on_host = bool(optimizer.offload_param) and not device.shares_host_memory
+    params_on_host = _params_on_host(optimizer, device)
     param = optimizer.fp16_partitioned_groups_flat[0]
     grad_dtype, dtypes = optimizer.gradient_accumulation_dtype, _state_dtypes(optimizer)
     return TrainingSetup(
@@ -224,6 +224,10 @@ def _state_dtypes(optimizer: Any) -> StateDtypes:
     """Return the dtypes of stock: ``DeepSpeedCPUAdam`` creates moments in fp32, or in the dtype of the masters."""
     master = masters_dtype(optimizer)
     return StateDtypes(master, torch.float32 if optimizer.optimizer.fp32_optimizer_states else master)
+
+
+def _params_on_host(optimizer: Any, device: Device[Any]) -> bool:
+    return bool(optimizer.offload_param) and not device.shares_host_memory
 
 
 def _choose_host_adam(optimizer: Any, share: CoreShare, resources: ExitStack) -> ChosenKernel:
