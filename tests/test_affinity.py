@@ -79,7 +79,7 @@ def has_cpus(cpus: frozenset[int]) -> int:
 
 
 @two_cpus
-def test_a_forked_process_may_use_all_cpus_of_its_parent_or_those_of_a_thread_that_bound_itself() -> None:
+def test_a_forked_process_may_use_all_cpus_of_its_parent_or_of_a_thread_that_bound_itself() -> None:
     """Check forks of a thread, as of one that loads data. The parent's threads keep their affinity."""
     codes: list[int] = []
 

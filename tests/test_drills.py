@@ -181,7 +181,7 @@ def mounted(folder: Path, megabytes: int, shared: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("drill", [lock_little, use_one_core, read_nothing_of_the_kernel, exhaust_memory])
-def test_training_with_too_little_of_something_has_the_bits_of_stock(drill: Callable[[], None]) -> None:
+def test_training_with_too_little_of_something_is_bit_identical_to_stock(drill: Callable[[], None]) -> None:
     on_ranks(1, drill)
 
 
@@ -201,7 +201,7 @@ def test_a_profile_that_this_user_cannot_cache_is_one_line_of_the_log_per_start(
 
 
 @NEEDS_MOUNT
-def test_training_with_64_mb_of_shared_memory_has_the_bits_of_stock(tmp_path: Path) -> None:
+def test_training_with_64_mb_of_shared_memory_is_bit_identical_to_stock(tmp_path: Path) -> None:
     on_ranks(2, compare, STRIDE_2, 2, group=partial(mounted, Path("/dev/shm"), 64, tmp_path))
 
 

@@ -174,7 +174,7 @@ def _words(text: str, figures: Figures) -> Iterator[str]:
     """Count the words of ``text`` and yield the words to replace."""
     prose = " ".join(_CODE.sub(" ", text).split())
     for phrase, replacement in SUBSTITUTIONS.items():
-        if found := re.search(rf"(?<!\w){phrase}\b", prose):
+        if found := re.search(rf"(?<!\w){phrase}\b", prose, re.IGNORECASE):
             yield f"{found[0]!r} is translated English: {replacement} (docs/style.md)"
     words = [word.lower() for word in _WORD.findall(prose)]
     figures.words += len(words)

@@ -60,7 +60,7 @@ SMALL_COPY_BYTES, SMALL_HOST_COPY_BYTES = 1024, 4 * 32768
 """The bytes of a copy whose time is the latency, on the host per thread of PyTorch (``at::internal::GRAIN_SIZE``)."""
 
 GATHERED_SHARE, GATHERED_SHARE_ON_CPU = 1 / 2, 1 / 16
-"""The bytes of a collective relative to those of a copy."""
+"""The bytes of a collective relative to a copy's."""
 
 CPU_MATRIX_SIZE = 1024
 """The largest matrix on the CPU. It reaches full speed, while a matrix of GPU size would take seconds."""

@@ -72,7 +72,7 @@ class Executor:
         self._assumed: tuple[AdamStep, ...] | None = None
         self._speculated_grads: dict[int, list[torch.Tensor]] = {}
         self.kept_speculations: bool | None = None
-        """Whether all speculated steps were those of the last update; None if none was speculated."""
+        """Whether the last update kept all speculated steps; None if none was speculated."""
         self._pending = self._flushing = False
         """Whether an update is in flight, and whether flushes and writes may be: only a stream has waited."""
         self._threads = HostThreads(device.enter_thread, uses_disk=schedule.num_disk_slots > 0)

@@ -128,7 +128,7 @@ class Issuer:
         return all(valid) if valid else None
 
     def forget_speculations(self, units: Collection[int] | None = None) -> None:
-        """Forget the speculated steps of ``units``, by default of all, and block the host while one of them runs."""
+        """Discard the speculated steps of ``units``, by default of all, and block the host while one of them runs."""
         for action in [action for action in self._speculated if units is None or action.unit in units]:
             future = self._speculated.pop(action)
             if not future.cancel():

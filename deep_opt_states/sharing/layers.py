@@ -153,7 +153,7 @@ def _divide_gradients(uses: int, layer: nn.Module, args: object = ()) -> None:
 
 
 def _declare_tied(model: Any, path: str, num_layers: int, every: int) -> None:
-    """Add the further names of shared tensors to the names that ``save_pretrained`` of Hugging Face leaves out."""
+    """Add the further names of shared tensors to the names that Hugging Face's ``save_pretrained`` leaves out."""
     tied = {
         f"{path}.{index}.{name}": f"{path}.{index % every}.{name}"
         for index in range(every, num_layers)

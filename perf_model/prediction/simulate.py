@@ -65,7 +65,7 @@ class _Simulation:
     """One simulation, in which actions are identified by their positions in the schedule.
 
     ``_waiting`` contains the positions that have not started, per lane and with the next one last. ``_in_backward``
-    contains those of them that may start before second 0, also in their order, from the moment in ``_allowed_s`` on.
+    contains the ones that may start before second 0, also in their order, from the moment in ``_allowed_s`` on.
     ``_ended_s`` is finite for ended actions.
     """
 

@@ -89,6 +89,6 @@ class Action:
 
 
 def lanes_of(actions: Iterable[Action]) -> list[Lane]:
-    """Return the lanes of a table or a picture: those of the disk only if one of ``actions`` uses a disk."""
+    """Return the lanes of a table or a picture, with the disk's only if one of ``actions`` uses a disk."""
     used = {action.lane for action in actions}
     return [lane for lane in Lane if lane in used or lane not in (Lane.READ, Lane.WRITE)]

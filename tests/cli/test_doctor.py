@@ -101,7 +101,7 @@ def test_a_condition_is_good_costs_time_or_keeps_training_from_starting(
         assert ("FAIL: topic;" in page.splitlines()[-1]) is (status is FAIL)
 
 
-def test_the_limits_of_a_cgroup_version_2_include_those_of_its_parents(tmp_path: Path) -> None:
+def test_the_limits_of_a_cgroup_version_2_include_its_parents_limits(tmp_path: Path) -> None:
     membership = tmp_path / "membership"
     membership.write_text("0::/job/step\n")
     (tmp_path / "job/step").mkdir(parents=True)

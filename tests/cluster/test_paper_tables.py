@@ -131,7 +131,7 @@ DIFFERENT = {"1.7": (2, 1), "310.1": (8, 12), "529.6": (8, 21)}
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=str)
-def test_the_sizes_that_fit_and_are_fastest_are_those_of_table_1(row: ThroughputRow) -> None:
+def test_the_sizes_that_fit_and_are_fastest_are_as_in_table_1(row: ThroughputRow) -> None:
     found = best_pipeline_layout(job_of(row), row.batch, rates_of(job_of(MANY_NODES)), GPU_BYTES)
     assert found is not None
     expected = DIFFERENT.get(row.numel_billions, (row.tensor_parallel, row.pipeline_parallel))

@@ -51,7 +51,7 @@ def test_every_golden_case_is_equal_with_each_release_of_pytorch_and_distributio
 
 @pytest.mark.P1
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
-def test_every_run_of_a_framework_saved_the_bits_of_stock(framework: Framework) -> None:
+def test_every_run_of_a_framework_saved_bytes_identical_to_stock(framework: Framework) -> None:
     found = TRIED["frameworks"][framework.name]
     assert found["requirement"] == framework.requirement, "run make test-frameworks"
     resumed = {f"{run.name}, resumed" for run in framework.runs if run.resume}
@@ -73,7 +73,7 @@ def test_every_tensor_in_nested_containers_is_compared_by_its_bits(tmp_path: Pat
 # Thorough, because the op of that release is compiled first.
 @pytest.mark.thorough
 @pytest.mark.P1
-def test_the_oldest_release_has_the_bits_of_stock() -> None:
+def test_the_oldest_release_is_bit_identical_to_stock() -> None:
     found = try_release(Release("deepspeed", TESTED_DEEPSPEED[0]), QUICK)
     assert found["missing_names"] == []
     assert found["cases"] == dict.fromkeys(QUICK, EQUAL)

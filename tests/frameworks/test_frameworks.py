@@ -67,7 +67,7 @@ def check_checkpoints(found: Path, expected: Path, moments: torch.dtype = torch.
 @pytest.mark.P4
 @pytest.mark.parametrize("example", ["accelerated.py", "hf_trainer.py", "with_lightning.py", *map(thorough, THOROUGH)])
 @ranks(1, group=nullcontext)
-def test_the_plugin_updates_and_resumes_with_the_bits_of_stock(example: str, tmp_path: Path) -> None:
+def test_the_plugin_updates_and_resumes_bit_identically_to_stock(example: str, tmp_path: Path) -> None:
     from accelerate.state import AcceleratorState, PartialState
 
     example, _, states = example.partition(", ")
@@ -117,7 +117,7 @@ COMMANDS = {
 
 @pytest.mark.P3
 @pytest.mark.parametrize("command", map(thorough, COMMANDS))
-def test_the_commands_of_the_readme_have_the_bits_of_stock(command: str, tmp_path: Path) -> None:
+def test_the_commands_of_the_readme_are_bit_identical_to_stock(command: str, tmp_path: Path) -> None:
     """Run the examples unchanged on two ranks, and resume in a process other than the one that saved."""
 
     def run(name: str, steps: int, block: bool = True) -> str:

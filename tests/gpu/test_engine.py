@@ -264,7 +264,7 @@ BITS = [*(("placements", name) for name in GROUPS["placements"]), *(("engine", c
 
 
 @pytest.mark.parametrize(("group", "name"), BITS)
-def test_every_kind_of_training_has_the_bits_of_stock(group: str, name: str) -> None:
+def test_every_kind_of_training_is_bit_identical_to_stock(group: str, name: str) -> None:
     check_bits(result_of(group, name))
 
 
@@ -288,7 +288,7 @@ def test_the_states_in_host_memory_are_page_locked_until_destroy() -> None:
     assert [set(locked) for locked in found] == [{True}, {False}] * 2
 
 
-def test_the_peak_of_gpu_memory_is_at_most_that_of_stock_plus_the_reserved_memory() -> None:
+def test_the_peak_of_gpu_memory_is_at_most_stocks_plus_the_reserved_memory() -> None:
     """Check that gradients on their way to the host use only memory that was reserved at the start."""
     found = result_of("engine", WIDE.name)
     stock_bytes, _ = found.pop("stock")
@@ -307,7 +307,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the test ne
 
 
 @two_gpus
-def test_two_processes_have_the_bits_of_stock_over_nccl() -> None:
+def test_two_processes_are_bit_identical_to_stock_over_nccl() -> None:
     for found in on_gpus(2, same_as_stock, TWO_RANKS):
         check_bits(found)
 

@@ -48,7 +48,7 @@ def test_a_large_sub_group_has_the_bits_of_the_cpu_kernel() -> None:
 
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
-def test_rounding_equals_that_of_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
+def test_rounding_equals_pytorch_for_every_upper_half(param_dtype: torch.dtype) -> None:
     plain, expected = rounded_upper_halves(param_dtype)
     tensors, kernel = on_gpu(plain), triton_adam()
     kernel.begin_step([replace(STEP, weight_decay=0.0)])  # the master does not change

@@ -94,7 +94,7 @@ def train_both(
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("param_dtype", PARAMS)
-def test_every_combination_of_dtypes_gives_the_bits_of_stock(
+def test_every_combination_of_dtypes_is_bit_identical_to_stock(
     grad_dtype: torch.dtype, param_dtype: torch.dtype | None, instruction_set: InstructionSet
 ) -> None:
     for adamw in (True, False):
@@ -104,7 +104,7 @@ def test_every_combination_of_dtypes_gives_the_bits_of_stock(
 
 @pytest.mark.P1
 @EACH_DTYPES
-def test_many_steps_with_changed_betas_and_a_loaded_checkpoint_give_the_bits_of_stock(dtypes: StateDtypes) -> None:
+def test_many_steps_with_changed_betas_and_a_loaded_checkpoint_are_bit_identical_to_stock(dtypes: StateDtypes) -> None:
     """Check the cases of stock's beta^t: the running product, a new product, and ``pow`` after a jump of the steps."""
     jumped = changing(clipped_in_turn(1000))
     repeated = [*jumped, jumped[-1], replace(jumped[-1], step=7)]
@@ -133,7 +133,7 @@ def cuts(draw: st.DrawFn, numel: int) -> list[ElementRange]:
 @pytest.mark.P1
 @pytest.mark.P2
 @given(st.data(), st.lists(st.integers(1, 700), min_size=1, max_size=3), st.integers(0, 7))
-def test_every_option_ranges_and_updates_to_other_memory_give_the_bits_of_stock(
+def test_every_option_ranges_and_updates_to_other_memory_are_bit_identical_to_stock(
     data: st.DataObject, numels: list[int], large: int
 ) -> None:
     """Update all ranges of all sub-groups in one call, to memory at any distance from the alignment of stores."""
@@ -214,7 +214,7 @@ def every_value(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.P1
 @EACH_DTYPES
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
+def test_all_16_bit_values_in_random_combinations_are_bit_identical_to_stock(
     instruction_set: InstructionSet, dtypes: StateDtypes
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -236,7 +236,7 @@ def test_all_16_bit_values_in_random_combinations_give_the_bits_of_stock(
 
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_rounding_is_that_of_pytorch_for_every_upper_half(
+def test_rounding_equals_pytorch_for_every_upper_half(
     param_dtype: torch.dtype, instruction_set: InstructionSet
 ) -> None:
     tensors, expected = rounded_upper_halves(param_dtype)

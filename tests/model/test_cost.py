@@ -198,7 +198,7 @@ SUMS, ONLY_STREAMED = TrainingSetup(accumulates=True), 2 * 10**9 + A_SLOT
         (cost(h2d=1e15, d2h=1e15), 5 * 10**8, DEFAULT_SETUP, 0.75, None),
     ],
 )
-def test_the_bound_is_that_of_the_work_counted_by_hand(
+def test_the_bound_equals_the_work_counted_by_hand(
     model: CostModel, gpu_bytes: int | None, setup: TrainingSetup, seconds: float, binding: Resource | None
 ) -> None:
     found = work_bound(WORKLOAD, model, gpu_bytes, setup)

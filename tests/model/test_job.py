@@ -104,7 +104,7 @@ GPU = profile({**RATES, "matmul_flops_per_s": 1e14 / TRAINING_SHARE})
 ALONE = PhaseRates(flops_per_s=1e14, network=Network(ranks_per_node=8))
 
 
-def test_training_runs_at_the_measured_rate_at_a_share_of_that_of_products_or_at_that_of_published_runs() -> None:
+def test_training_runs_at_the_measured_rate_at_a_share_of_the_products_rate_or_as_published_runs() -> None:
     assert training_flops_per_s(GPU) == pytest.approx(1e14)
     assert training_flops_per_s(profile({**RATES, "training_flops_per_s": 2e14})) == 2e14
     preset = MACHINES["h100-pcie5"]
@@ -153,7 +153,7 @@ def test_the_slowest_part_takes_the_time(job: Job, rates: PhaseRates, forward_s:
     assert job.work.backward_s(rates) == pytest.approx(backward_s)
 
 
-def test_training_time_and_utilisation_are_those_of_the_megatron_paper() -> None:
+def test_training_time_and_utilisation_are_as_in_the_megatron_paper() -> None:
     """Check section 5.1 of arXiv 2104.04473: 34 days for 300 B tokens on 1024 GPUs with 140 TFLOP/s each."""
     shape = gpt("GPT-3", layers=96, hidden=12288, heads=96, vocab=51200, positions=2048)
     job = Job(shape=shape, world_size=1024, ranks_per_node=8, micro_batch=1, sequence=2048)

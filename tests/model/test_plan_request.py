@@ -45,13 +45,13 @@ def test_shared_parameters_are_needed_in_the_first_pass_and_the_next_ones_after_
     sub_groups: list[list[Partition]], layers: list[Partition], size: int, expected: list[int]
 ) -> None:
     uses = [partition.name for partition in (EMBEDDING, *layers, HEAD)]
-    # Forward uses as many parameters from the need of each unit to that of the next.
+    # Forward uses as many parameters from the need of each unit to the next unit's.
     assert [
         unit.forward_numel for unit in with_uses(cut_into_units(sub_groups, size), sub_groups, uses).units
     ] == expected
 
 
-def test_the_plan_for_units_stored_in_another_order_is_that_of_the_arranged_workload() -> None:
+def test_the_plan_for_units_stored_in_another_order_equals_the_plan_of_the_arranged_workload() -> None:
     arranged, first_use = Workload.from_numels([10**7 * (3 + number) for number in range(6)]), (3, 1, 5, 0, 2, 4)
     units = {index: replace(arranged.units[place], index=index) for place, index in enumerate(first_use)}
     stored = Workload(tuple(units[index] for index in range(6)), first_use)

@@ -186,7 +186,7 @@ def test_units_are_the_largest_with_which_almost_nothing_is_exposed(forward_s: f
 
 def test_the_limit_of_simulations_ends_the_descent_but_not_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perf_model.planner, "MAX_SIMULATED_UNITS", 1)
-    # Smaller units than those of the grid are not tried any more.
+    # Units smaller than in the grid are not tried any more.
     assert [plan_on_the_cpu(forward_s).unit_size for forward_s in (5.0, 100.0)] == [10_000_000, 70_000_000]
 
 

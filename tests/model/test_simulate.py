@@ -227,7 +227,7 @@ def spans(*times: tuple[ActionKind, float, float]) -> Timeline:
     return Timeline(tuple(Span(Action(kind, unit, None, ()), *ends) for unit, (kind, *ends) in enumerate(times)))
 
 
-def test_forward_takes_longer_beside_the_update_and_not_after_it() -> None:
+def test_forward_takes_longer_alongside_the_update_and_not_after_it() -> None:
     timeline = spans(
         (ActionKind.CPU_STEP, 0.0, 4.0), (ActionKind.PREFETCH, -1.0, 1.0), (ActionKind.FLUSH_STATES, 3.0, 6.0)
     )
@@ -251,7 +251,7 @@ def test_the_slowdown_is_found_from_forwards(cpu: float, copies: float) -> None:
 
 @pytest.mark.parametrize("noise", [-0.003, 0.003])
 @pytest.mark.parametrize(("cpu_s", "copies_s"), [(0.034, 0.2), (0.2, 0.2)])
-def test_forwards_beside_one_plan_have_a_slowdown_near_the_typical_one(
+def test_forwards_alongside_one_plan_have_a_slowdown_near_the_typical_one(
     cpu_s: float, copies_s: float, noise: float
 ) -> None:
     """Check noise that is larger for longer copies or for shorter ones, which would be taken for their slowdown."""

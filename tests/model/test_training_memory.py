@@ -178,7 +178,7 @@ def states_bytes(job: Job, cpu_ratio: float) -> int:
 
 
 @pytest.mark.parametrize("row", PEAKS, ids=lambda row: f"{row['sweep']}, {row['model_name']}, dp {row['dp']}")
-def test_the_predicted_peak_is_that_of_the_published_run(row: dict[str, str]) -> None:
+def test_the_predicted_peak_equals_the_published_run(row: dict[str, str]) -> None:
     """Check what PyTorch allocated, and what it held, with what is not the allocator's, as the driver reports it."""
     ranks, more = int(row["dp"]), {"attention": "fused_softmax", "sub_group_size": 100_000_000}
     shape, on_node = SHAPES[row["model_name"]], min(GPUS_PER_NODE, ranks)

@@ -67,7 +67,7 @@ def test_the_probe_of_adam_updates_every_element(stock: bool) -> None:
         assert torch.equal(tensors.param, tensors.master.bfloat16())
 
 
-def test_rates_beside_transfers_count_only_the_time_of_overlap() -> None:
+def test_rates_alongside_transfers_count_only_the_time_of_overlap() -> None:
     # A copy in one direction takes 0.5 s, in the other 1 s, and an update 2 s.
     device = VirtualDevice(copy_s=(0, 0.5, 1))
 

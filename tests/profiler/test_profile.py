@@ -226,7 +226,7 @@ BESIDE, PRODUCT = "cpu_adam_beside_transfers_params_per_s", "matmul_flops_per_s"
         ({PRODUCT: 1.3e15}, ""),
     ],
 )
-def test_a_rate_that_cannot_be_true_beside_the_others_is_waived(rates: dict[str, float], reason: str | None) -> None:
+def test_a_rate_that_cannot_be_true_with_the_others_is_waived(rates: dict[str, float], reason: str | None) -> None:
     names = ("both_beside_cpu_adam_bytes_per_s", BESIDE, "both_bytes_per_s", *TRANSFERS)
     measurements = {name: Measurement(waived="not here") for name in names}
     measurements |= {name: Measurement(samples=(rate,)) for name, rate in rates.items()}

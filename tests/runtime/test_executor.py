@@ -74,7 +74,7 @@ def test_states_are_touched_by_the_thread_that_updates_them_and_each_thread_ente
     assert len(set(entered) - {threading.get_ident()}) == 2, "the worker, and the thread of the sections"
 
 
-def test_stocks_op_updates_on_two_threads_at_once() -> None:
+def test_stocks_op_updates_on_two_threads_at_the_same_time() -> None:
     """Check the fallback with a mixed placement: both threads have scaled their gradients before either updates."""
     both = threading.Barrier(2, timeout=60)
 

@@ -99,7 +99,7 @@ def test_an_interrupt_before_any_instruction_of_the_wait_leaves_a_whole_section_
     running.close()
 
 
-def test_a_section_runs_once_and_its_exception_is_that_of_the_call() -> None:
+def test_a_section_runs_once_and_the_call_raises_its_exception() -> None:
     running = Uninterrupted(HostDevice())
     calls: list[int] = []
     assert running.run(lambda: calls.append(1) or 7) == 7

@@ -78,7 +78,7 @@ def milliseconds(expected: float) -> object:
 
 
 @on_device
-def test_an_engine_executes_its_work_in_order_beside_the_other_engines() -> None:
+def test_an_engine_executes_its_work_in_order_alongside_the_other_engines() -> None:
     copy = work(H2D, 2, 0.5, h2d=30)
     assert ends_of({"h2d": 10}, copy) == [5.5]
     assert ends_of({}, copy) == [2.5]

@@ -58,7 +58,7 @@ CASES = (
 @pytest.mark.P2
 @pytest.mark.P4
 @ranks(1, thorough(2), timeout_s=400)
-def test_a_thousand_units_that_move_between_steps_leave_the_bits_of_stock() -> None:
+def test_a_thousand_units_that_move_between_steps_stay_bit_identical_to_stock() -> None:
     counts: list[MoveCounts] = []
     for case in (case for case in CASES if case.world_size == dist.get_world_size()):
         (block,) = case.blocks

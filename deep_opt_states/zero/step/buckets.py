@@ -52,7 +52,7 @@ class Buckets:
             self._addresses[param.ds_id] = param.grad.data_ptr()
 
     def remove(self, params: Iterable[Parameter]) -> None:
-        """Forget the gradients of ``params``, which DeepSpeed takes out of the bucket."""
+        """Discard the gradients of ``params``, which DeepSpeed takes out of the bucket."""
         for param in params:
             self._addresses.pop(param.ds_id, None)
 

@@ -92,7 +92,7 @@ class EagerUpdates:
             running.executor.speculate(complete, window.steps, ready if is_copied else None, reduced)
 
     def begin_update(self) -> None:
-        """Forget the steps of units whose gradients were written since, and start with the next window."""
+        """Discard the steps of units whose gradients were written since, and start with the next window."""
         window, units = self._window, self._units
         if window.writes and units is not None:
             writes_to = self._running.gradients.writes_to
@@ -101,7 +101,7 @@ class EagerUpdates:
         self._start_window()
 
     def forget(self) -> None:
-        """Forget the steps that were speculated: the gradients are discarded."""
+        """Discard the steps that were speculated: the gradients are discarded."""
         if self._window.writes:
             self._running.executor.forget_speculations()
         self._start_window()

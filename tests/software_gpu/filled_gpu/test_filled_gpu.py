@@ -247,7 +247,7 @@ def test_states_leave_within_a_forward_that_takes_half_of_the_margin() -> None:
 
 @pytest.mark.parametrize("name", ["at once in forward", thorough("at once in backward")])
 @ranks(1, group=software_process_group, timeout_s=600)
-def test_after_growth_beyond_the_margin_the_same_batch_succeeds_with_the_bits_of_stock(name: str) -> None:
+def test_after_growth_beyond_the_margin_the_same_batch_succeeds_bit_identically_to_stock(name: str) -> None:
     seen = check_memory(BEYOND_THE_MARGIN[name])
     steps = range(len(seen.failed))
     assert seen.failed == [step == BALANCED for step in steps]

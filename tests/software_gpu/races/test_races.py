@@ -70,7 +70,7 @@ def in_turn(accesses: tuple[Callable[[Any], Any], ...], place: Callable[..., Scr
 
 @pytest.mark.P1
 @ranks(2, thorough(1), group=software_process_group, timeout_s=600)
-def test_every_access_of_a_script_is_ordered_and_the_bits_are_those_of_stock() -> None:
+def test_every_access_of_a_script_is_ordered_and_bit_identical_to_stock() -> None:
     stock = trained(ACCESSED, None)
     check(ACCESSED, STRIDE_2, in_turn(READS), stock)
     check(ACCESSED, eager(STRIDE_2), expected=stock)
@@ -95,7 +95,7 @@ def test_every_access_of_a_script_is_ordered_and_the_bits_are_those_of_stock() -
 
 @pytest.mark.P1
 @ranks(2, thorough(1), group=software_process_group, timeout_s=600)
-def test_moves_of_units_and_reads_after_them_are_ordered_and_the_bits_are_those_of_stock() -> None:
+def test_moves_of_units_and_reads_after_them_are_ordered_and_bit_identical_to_stock() -> None:
     """Read between backward, which begins with the moves, and the step."""
     moved = MoveCounts()
     # With a plan that updates everything on the CPU, no kernel for the GPU would be made.

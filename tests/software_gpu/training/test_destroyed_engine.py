@@ -66,7 +66,7 @@ def reserved_bytes_of(optimizer: Any) -> int:
 
 
 @ranks(1, group=software_process_group)
-def test_a_destroyed_engine_and_offloaded_parameters_leave_no_memory_on_the_device_but_that_of_stock() -> None:
+def test_a_destroyed_engine_and_offloaded_parameters_leave_as_little_memory_on_the_device_as_stock() -> None:
     no_measurement = mock.patch.object(planning, "quick_profile", return_value=slow_profile())
     with plugged(), no_measurement:
         stock, *found = (memory_of(block) for block in (None, *BLOCKS))

@@ -115,7 +115,7 @@ def check(case: Case, arms: list[Arm]) -> None:
 @pytest.mark.P4
 @pytest.mark.parametrize("adversary", ["", thorough("plain"), thorough("lazy")])
 @ranks(1, 2, group=software_process_group, timeout_s=900)
-def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(adversary: str) -> None:
+def test_training_on_the_device_is_bit_identical_to_stock_on_the_cpu_accelerator(adversary: str) -> None:
     trained_cases = [*(every_case(adversary) if adversary else chosen())]
     assert len(trained_cases) > 5
     for case, arms in trained_cases:
@@ -126,7 +126,7 @@ def test_training_on_the_device_has_the_bits_of_stock_on_the_cpu_accelerator(adv
 @pytest.mark.P1
 @pytest.mark.P2
 @ranks(2, group=software_process_group)
-def test_training_beside_tensor_parallelism_on_the_device_has_the_bits_of_stock() -> None:
+def test_training_with_tensor_parallelism_on_the_device_is_bit_identical_to_stock() -> None:
     """Train until the plugin has planned with the windows and the memory that it measured in the first steps."""
     layout, case = layouts()["mpu"], TensorParallelCase("mpu", "fp16", "plain", zero_init=False)
     stock = tensor_parallel.run(case, layout, None, FIRST_STEPS + 3)

@@ -78,7 +78,7 @@ def trainer_on_device() -> Iterator[None]:
 @pytest.mark.P3
 @pytest.mark.P4
 @ranks(1, group=software_process_group)
-def test_the_trainer_has_the_bits_of_stock_on_the_cpu_also_after_a_checkpoint_of_the_other(tmp_path: Path) -> None:
+def test_the_trainer_is_bit_identical_to_stock_on_the_cpu_also_after_a_checkpoint_of_the_other(tmp_path: Path) -> None:
     # Accelerate destroys the process group after each Trainer.
     PartialState.destroy_process_group = lambda *_: None
     saved = {name: tmp_path / name / f"checkpoint-{SAVE_EVERY}" for name in ("stock", "plugin")}

@@ -98,7 +98,7 @@ def compare(names: tuple[str, ...], dtypes: str) -> None:
         pytest.param("software_gpu", 2, range(2, 8), marks=pytest.mark.thorough),
     ],
 )
-def test_calls_in_random_order_see_the_bits_of_stock(on: str, world_size: int, seeds: range) -> None:
+def test_calls_in_random_order_see_values_bit_identical_to_stock(on: str, world_size: int, seeds: range) -> None:
     on_ranks(world_size, compare_calls, seeds, group=GROUPS[on], timeout_s=900)
 
 
@@ -215,7 +215,7 @@ def calls_between_backward_and_step(variant: BehaviourVariant) -> Seen:
 
 @pytest.mark.P1
 @ranks(2)
-def test_calls_between_backward_and_step_see_and_give_the_bits_of_stock() -> None:
+def test_calls_between_backward_and_step_are_bit_identical_to_stock() -> None:
     stock, ours = (seen(calls_between_backward_and_step, block) for block in (None, eager(CPU)))
     assert unequal(stock, ours) == []
 

@@ -274,7 +274,7 @@ def is_readable(path: Path) -> bool:
 @pytest.mark.P1
 @pytest.mark.P4
 @pytest.mark.parametrize("name", ["data parallel", thorough("decoupled")])
-def test_a_killed_run_resumes_from_its_last_checkpoint_with_the_bits_of_stock(name: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_from_its_last_checkpoint_bit_identically_to_stock(name: str, tmp_path: Path) -> None:
     kill_and_resume(tmp_path, 1, 5, name)
 
 

@@ -99,7 +99,7 @@ def spacious_slabs() -> AbstractContextManager[object]:
 
 @pytest.mark.P1
 @ranks(1)
-def test_training_that_forks_has_the_bits_of_stock_and_no_child_has_the_states() -> None:
+def test_training_that_forks_is_bit_identical_to_stock_and_no_child_has_the_states() -> None:
     assert_same_bits(train(None), train(STRIDE_2))
 
 

@@ -94,7 +94,7 @@ def test_without_enough_space_for_all_ranks_nothing_is_written() -> None:
 @pytest.mark.P4
 @pytest.mark.P6
 @ranks(2)
-def test_a_failing_disk_of_one_rank_stops_all_and_a_checkpoint_restores_the_bits_of_stock() -> None:
+def test_a_failing_disk_of_one_rank_stops_all_and_a_checkpoint_restores_bit_identically_to_stock() -> None:
     """Check also a read that fails before a save: it raises on all ranks, and training goes on."""
     with shared_folder() as folder, closing_engine(CASE, None) as engine:
         train_steps(engine, range(3))
@@ -158,7 +158,7 @@ def save_and_be_killed(folder: Path) -> None:
 
 
 @pytest.mark.P4
-def test_a_run_that_is_killed_after_a_write_leaves_nothing_and_resumes_with_the_bits_of_stock(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_after_a_write_leaves_nothing_and_resumes_bit_identically_to_stock(tmp_path: Path) -> None:
     before = set(Path(CASE.disk).iterdir())
     [[killed], _] = ended_ranks(1, partial(save_and_be_killed, tmp_path))
     assert killed.returncode == -signal.SIGKILL, killed.output[-5000:]

@@ -40,7 +40,7 @@ class TrainingBesideUpdates:
 
 
 @pytest.mark.P5
-def test_forward_and_backward_are_measured_without_an_update_beside_them_and_the_slowdown_with_one() -> None:
+def test_forward_and_backward_are_measured_without_an_update_alongside_them_and_the_slowdown_with_one() -> None:
     run = TrainingBesideUpdates()
     run.step(9.0, 1.0)
     assert run.windows.windows() is None, "no forward has followed an update"
@@ -86,7 +86,7 @@ def test_an_evaluation_after_the_update_is_no_part_of_forward() -> None:
     assert run.windows.windows() == Windows(backward_s=1.0, forward_s=3.0)
 
 
-def test_without_an_update_beside_forward_only_backward_is_measured_and_without_a_need_nothing() -> None:
+def test_without_an_update_alongside_forward_only_backward_is_measured_and_without_a_need_nothing() -> None:
     windows = TrainingBesideUpdates(updates=0).windows
     windows.measure_again()
     assert (windows.is_measuring, windows.windows()) == (False, Windows())

@@ -75,7 +75,7 @@ def train_model(make_model: Callable[[], torch.nn.Module], block: Block) -> Reco
 
 @pytest.mark.P1
 @pytest.mark.parametrize(("make_model", "world_size"), [(lora, 1), (Ulysses, 2)])
-def test_models_of_libraries_train_to_the_bits_of_stock(
+def test_models_of_libraries_train_bit_identically_to_stock(
     make_model: Callable[[], torch.nn.Module], world_size: int
 ) -> None:
     on_ranks(world_size, compare_models, make_model)
@@ -92,7 +92,7 @@ def compare_models(make_model: Callable[[], torch.nn.Module]) -> None:
 @pytest.mark.P1
 @pytest.mark.parametrize("backend", ["eager", thorough("inductor")])
 @ranks(1)
-def test_a_compiled_model_trains_to_the_bits_of_stock(backend: str) -> None:
+def test_a_compiled_model_trains_bit_identically_to_stock(backend: str) -> None:
     case = Case(name="compiled", blocks=(), clip=0.5, steps=4, widths=(19, 53, 23), sub_group_size=500)
     records = []
     for block in (None, STRIDE_2):
@@ -145,7 +145,7 @@ def train_with(case: Case, block: Block, folder: Path) -> Record:
 @pytest.mark.P1
 @pytest.mark.parametrize("name", OTHER_BLOCKS)
 @ranks(2)
-def test_training_with_another_block_has_the_bits_of_stock(name: str, tmp_path: Path) -> None:
+def test_training_with_another_block_is_bit_identical_to_stock(name: str, tmp_path: Path) -> None:
     block = OTHER_BLOCKS[name]
     in_fp16 = "fp16" in block
     case = Case(

@@ -32,7 +32,7 @@ STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 @pytest.mark.P4
 @pytest.mark.parametrize("tier", ["quick", thorough("all others")])
 @pytest.mark.parametrize("world_size", [1, 2, thorough(3), thorough(4)])
-def test_training_in_every_placement_and_setting_has_the_bits_of_stock(world_size: int, tier: str) -> None:
+def test_training_in_every_placement_and_setting_is_bit_identical_to_stock(world_size: int, tier: str) -> None:
     """Train on fresh ranks if there are several: they hash strings differently, as under a user's launcher."""
     on_ranks(world_size, train_cases, tier, timeout_s=400, fresh=world_size == 2)
 
@@ -91,7 +91,7 @@ def test_a_missing_gradient_is_zero_where_stock_reuses_the_last_one() -> None:
 @pytest.mark.P1
 @pytest.mark.P6
 @ranks(2)
-def test_without_a_compiler_the_fallback_to_deepspeeds_op_has_the_bits_of_stock_and_logs_its_reason() -> None:
+def test_without_a_compiler_the_fallback_to_deepspeeds_op_is_bit_identical_to_stock_and_logs_its_reason() -> None:
     """Let the last rank fall back. The ranks must agree: otherwise they would call different collectives."""
     case = Case(name="fallback", blocks=(CPU, STREAMED, STRIDE_2), steps=4, clip=0.5)
     stock = run_variant(case, None)

@@ -107,7 +107,7 @@ def test_a_modules_forward_waits_only_for_the_units_that_hold_its_parameters() -
 
 
 @ranks(2)
-def test_updates_follow_the_order_of_forward_and_keep_the_bits_of_stock() -> None:
+def test_updates_follow_the_order_of_forward_and_stay_bit_identical_to_stock() -> None:
     """Check the orders of units in all schedules that the executor used, with overlap in forward and without."""
     orders = []
     set_schedule = Issuer.set_schedule

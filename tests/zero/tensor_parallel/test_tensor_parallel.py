@@ -38,7 +38,7 @@ STOCK, OURS = "DeepSpeedZeroOptimizer_Stage3", "DeepOptimizerStates_Stage3"
 @pytest.mark.P1
 @pytest.mark.parametrize("tier", ["quick", thorough("all")])
 @ranks(2, thorough(4))
-def test_training_beside_tensor_parallelism_has_the_bits_of_stock(tier: str) -> None:
+def test_training_with_tensor_parallelism_is_bit_identical_to_stock(tier: str) -> None:
     by_name = layouts()
     for case in QUICK if tier == "quick" else CASES:
         train_in_each_placement(case, by_name[case.layout])
@@ -124,7 +124,7 @@ def resumed(case: TensorParallelCase, layout: SharedModel, block: Block, folder:
 @pytest.mark.P1
 @pytest.mark.P4
 @pytest.mark.parametrize("name", ["mpu", thorough("AutoTP")])
-def test_checkpoints_beside_tensor_parallelism_are_those_of_stock(name: str, tmp_path: Path) -> None:
+def test_checkpoints_with_tensor_parallelism_equal_stocks(name: str, tmp_path: Path) -> None:
     """Load them with another placement, and universal ones of AutoTP's ranks on one rank, which has the whole model."""
     on_ranks(2, save_and_resume, tmp_path, name)
     if name == "AutoTP":
