@@ -22,7 +22,10 @@ from perf_model.units import counted, size
 
 
 def share_cores(config: Config, accelerator: AcceleratorChoice) -> CoreShare:
-    """Return the cores for this rank's CPU updates and log them. This is a collective over all ranks."""
+    """Return the cores for this rank's CPU updates and log them. This is a collective over all ranks.
+
+    Raise ``ConfigError`` if this rank cannot have ``cpu_threads`` threads, ``RanksDisagree`` if another one cannot.
+    """
     share = raise_together(lambda: core_share(accelerator, Ranks(), config))
     omp = os.environ.get("OMP_NUM_THREADS")
     for_pytorch = f"; OMP_NUM_THREADS={omp} is for PyTorch's operations" if omp else ""

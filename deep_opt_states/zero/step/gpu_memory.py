@@ -1,8 +1,17 @@
 """Hold optimizer states in the GPU memory that training leaves free, and evict them when training needs it.
 
-*How it works* in ``docs/planning.md`` has the rules. All ranks plan together, with the least memory of all and after
-one more step that measures the windows. One rank evicts alone before training may need the memory: the plan stays, and
-its memory is reserved again when the need is known. In backward, gradients are being reduced, and it must not change.
+1. **Plan once.** In the first steps the CPU updates all units that no rule places. The memory that is free at their
+   peak, less a margin, is for states. Rank 0 plans, with the least of all ranks and the measured windows. When the plan
+   has shown how much its copies slow down forward, it is reconsidered once.
+2. **When memory is short on a rank, evict, measure the windows in one step, and plan once with what is left**, on all
+   ranks: when half of the margin is taken, PyTorch had to retry an allocation, or a plan's memory could not be
+   reserved. The memory never grows again.
+3. **Evict before training needs the memory**, on one rank alone: before a forward that may need more than any before,
+   and between two layers of a forward that has taken half of the margin. The plan stays, and its memory is reserved
+   again when the need is known.
+
+Training runs out of memory where stock does not only if its need grows by more than the margin inside one layer or in
+backward: gradients are being reduced then, and the memory of a plan must not change.
 """
 
 from __future__ import annotations
@@ -94,7 +103,7 @@ class GpuBudget:
 
 
 class GpuMemory:
-    """The accelerator memory of the plan that ``running`` runs."""
+    """The accelerator memory of the plan that ``running`` runs, under the rules at the top of this file."""
 
     def __init__(
         self,
