@@ -299,6 +299,8 @@ def _invalid(key: str, rule: str, found: object) -> str:
         remedy = f"{did_you_mean(found, _CHOICES)} {remedy}".strip()
     elif key == "eager":
         rule = 'must be "planned", true or false'
+    elif key in ("profile", "report", "nvme_paths"):
+        rule = "must be a list of paths" if key == "nvme_paths" else "must be a path"
     return _message(key, rule, found, remedy)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
-import shutil
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -257,9 +257,15 @@ def _built_by_loader(name: str) -> Path:
 
 
 def _missing_tools(environ: Mapping[str, str]) -> list[str]:
+    def runs(command: Sequence[str]) -> bool:
+        try:
+            return subprocess.run([*command, "--version"], capture_output=True, timeout=5).returncode == 0
+        except (OSError, subprocess.SubprocessError):
+            return False
+
     # CXX may include arguments, as in ``ccache g++``.
     compiler = shlex.split(environ.get("CXX", "")) or ["c++"]
-    return [shlex.join(command) for command in (compiler, ["ninja"]) if shutil.which(command[0]) is None]
+    return [shlex.join(command) for command in (compiler, ["ninja"]) if not runs(command)]
 
 
 def check_extension(library: Path | None, missing: Sequence[str], *, ours: bool) -> Finding:

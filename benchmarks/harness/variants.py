@@ -111,7 +111,7 @@ class Variant:
             if on_accelerator:
                 description += f", {on_accelerator} of {len(optimizer.fp16_groups)} sub-groups on the accelerator"
         if self.block is not None:
-            config, kernel = optimizer._config, type(optimizer._assembly.kernels[0]).__name__
+            config, kernel = optimizer._config, type(optimizer._assembly.context.host_adam).__name__
             assert kernel == self.cpu_kernel, f"{self.name}: the CPU kernel is {kernel}"
             description += f", {kernel}, overlap_backward {config.overlap_backward}"
             description += f", overlap_forward {config.overlap_forward}"

@@ -43,9 +43,8 @@ class HostMapping(mmap.mmap):
     The last reference of the slab or a tensor does so. A ``weakref.finalize`` would run after ``mmap`` has unmapped.
     """
 
-    def __init__(self, *_: object, **__: object) -> None:
-        self.registered: list[Callable[[], object]] = []
-        """A function per registered part that unregisters it."""
+    registered: list[Callable[[], object]] | None = None
+    """A function per registered part that unregisters it. ``__del__`` also runs if ``mmap`` has failed."""
 
     def unregister(self) -> None:
         while self.registered:
@@ -121,10 +120,11 @@ class HostSlab:
             return
         # Each part between files, because copies from and to the host must not leave a part.
         borders = [0, *chain.from_iterable(sorted(self._mapped)), self.size_bytes]
+        registered = self._memory.registered = []
         try:
             for begin, end in zip(borders[::2], borders[1::2], strict=True):
                 if begin < end:
-                    self._memory.registered.append(self._register(self._address + begin, end - begin))
+                    registered.append(self._register(self._address + begin, end - begin))
         except RuntimeError as error:
             raise HostMemoryError(
                 f"A rank's host memory must be page-locked, so that transfers overlap; found "

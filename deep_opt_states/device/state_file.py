@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 NETWORK = (
     *("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "glusterfs", "9p", "virtiofs", "vboxsf"),
     *("afs", "beegfs", "gpfs", "wekafs", "pvfs2", "ocfs2", "gfs2"),
@@ -139,9 +137,11 @@ class StateFile:
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds ``folder``, such as "ext4"; empty if it is not known."""
     try:
-        types = {mounted.mountpoint: mounted.fstype for mounted in psutil.disk_partitions(all=True)}
+        mounts = Path("/proc/mounts").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
+    # Blanks in the name of a mounted folder are written as \040.
+    types = {folder.replace("\\040", " "): kind for _, folder, kind, *_ in map(str.split, mounts)}
     return types.get(max(filter(folder.resolve().is_relative_to, types), key=len, default=""), "")
 
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from deep_opt_states.files import replace_file
 from deep_opt_states.report.line import COMPARED_UPDATES, WARM_UPDATES, ReportSink, UpdateReporter
 from deep_opt_states.report.record import FORMAT, ComparisonRow, RunInfo, UpdateRecord
-from perf_model.json_input import shorten
+from perf_model.json_input import printable, shorten
 from perf_model.prediction.overlap_windows import Windows
 from perf_model.prediction.timeline import PhaseSpan, Timeline
 
@@ -159,10 +159,10 @@ class RecordedRun:
                 compared=[ComparisonRow(**row) for row in info.get("compared", [])],
                 **{name: info[name] for name in numbers if name in info},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(
                 f"A run must be a folder that training has written, of format {FORMAT}; found {folder}: "
-                f"{type(error).__name__}: {error}.\n"
+                f"{printable(f'{type(error).__name__}: {error}', 200)}.\n"
                 f'Train with "deep_optimizer_states": {{"report": "FOLDER"}}, and name that folder.'
             ) from None
 

@@ -19,7 +19,10 @@ from perf_model.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Views:
-    """The views of tensors that one action copies or updates, for ``tensors``, its unit's gradients and parameters."""
+    """The views of tensors that one action copies or updates.
+
+    They are for ``tensors``, the gradients and parameters of its unit, if it uses any.
+    """
 
     unit: UnitState
     tensors: list[torch.Tensor]
@@ -155,7 +158,7 @@ class Actions:
 
     def _derive(self, action: Action, state: UnitState, slot: int | None) -> Views:
         if action.kind in (ActionKind.PREFETCH, ActionKind.FLUSH_STATES):
-            return Views(state, state.tensors, self._copies_of_states(action.kind, state, slot))
+            return Views(state, [], self._copies_of_states(action.kind, state, slot))
         if action.lane is Lane.CPU:
             return Views(state, state.tensors, updates=state.cpu_updates(slot))
         copies, distributed = state.publications(slot)

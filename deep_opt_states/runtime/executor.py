@@ -213,8 +213,9 @@ class Executor:
     @section
     def advance(self) -> None:
         """Issue the remaining actions. The host does not wait."""
-        with self._kept.keep():
-            self._issuer.issue_all()
+        if self.may_advance:
+            with self._kept.keep():
+                self._issuer.issue_all()
 
     @property
     def has_published_all(self) -> bool:

@@ -36,7 +36,10 @@ class KeptFailure:
     def wait_for_threads(self, timeout_s: float) -> None:
         """Keep the failure of a thread, after waiting at most ``timeout_s`` for its part of the update."""
         done, _ = wait(self._issuer.on_cpu.values(), timeout_s)
-        self.error = self.error or next(filter(None, (future.exception() for future in done)), None)
+        found = next(filter(None, (future.exception() for future in done)), None)
+        # A signal handler may have kept another one meanwhile.
+        if self.error is None and found is not None:
+            self.error = found
 
     def clear(self) -> None:
         """Allow updates again: every state was restored, and nothing is in flight."""

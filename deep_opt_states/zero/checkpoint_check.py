@@ -173,10 +173,11 @@ def _problem_of_optimizer(saved: Any, optimizer: Any) -> str | None:
     if problem is None:
         moments = saved[OPTIMIZER_STATE_DICT][OPTIMIZER_STATE_DICT]["state"]
         of_sub_group = {index: {"step": NUMBER, **dict.fromkeys(MOMENTS, shape)} for index, shape in enumerate(shapes)}
+        if not moments.keys() <= of_sub_group.keys():
+            return f"the moments must be by sub-group, found {shown(moments)}"
         # A sub-group that was never updated has no state. A part of a state would make the next update fail.
-        updated = {index: of_sub_group.get(index, {}) for index, state in moments.items() if state != {}}
-        unknown = f"the moments must be by sub-group, found {shown(moments)}"
-        problem = unknown if {} in updated.values() else _difference(moments, updated, "the moments")
+        updated = {index: of_sub_group[index] for index, state in moments.items() if state != {}}
+        problem = _difference(moments, updated, "the moments")
     return None if problem is None else f"{problem}; sub_group_size, model and param groups must be as they were"
 
 

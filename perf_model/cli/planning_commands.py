@@ -227,7 +227,7 @@ def _exit_code(name: str, options: argparse.Namespace) -> int:
 def _type_of(key: str) -> Callable[[str], float]:
     """Return the type of an option with a figure of a machine."""
     kind, (low, high, *_) = int if key == "cores" else float, FIGURES[key]
-    return partial(_number, what="a number", low=low, high=high, kind=kind)
+    return partial(_number, what="a whole number" if key == "cores" else "a number", low=low, high=high, kind=kind)
 
 
 def _number(text: str, what: str, low: float, high: float, kind: Callable[[str], float] = float) -> float:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,11 +49,22 @@ def tables(headers: Sequence[str], rows: Sequence[Sequence[str]], keys: int, lef
 
 @contextmanager
 def progress(task: str) -> Iterator[None]:
-    """Show ``task`` on the terminal. Print nothing inside, and nothing is shown in a pipe."""
+    """Show ``task`` on the terminal from the first second on. Print nothing inside, and nothing is shown in a pipe."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Console(stderr=True).status(task):
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    # DeepSpeed, which is imported inside, would keep a replaced stdout.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    bar.add_task(task)
+    timer = Timer(1.0, bar.start)
+    timer.start()
+    try:
         yield
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()

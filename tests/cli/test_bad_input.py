@@ -89,7 +89,7 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "share": (plan(trainable_share="nan"), "trainable_share: must be"),
     "memory": (plan(gpu_memory_gb="1e-10"), "must be a number of GB (10^9 bytes) from 1e-09 to 1e+09, found '1e-10'"),
     "margin": (plan(gpu_memory_margin_gb=-1), "must be a number of GB (10^9 bytes) from 0 to 1e+09, found '-1'"),
-    "cores": (plan(cores=0), "--cores: must be a number from 1 to 100000"),
+    "cores": (plan(cores=0), "--cores: must be a whole number from 1 to 100000"),
     "link": (plan(link_gb_per_s=0.2), "--link-gb-per-s: must be a number from 0.3 to 2000"),
     "disks": (plan(nvme="6,5,4,3"), "rates"),
     "output": (plan(timeline="/dev/null/trace.json", unit_size=10**9), "/dev/null/trace.json"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -115,13 +116,18 @@ def test_an_unknown_name_gets_near_presets_and_the_place_of_a_config() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_is_shown_on_a_terminal(
+def test_progress_is_shown_on_a_terminal_after_a_second(
     is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    timer = mock.Mock()
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    monkeypatch.setattr(screen, "Timer", timer)
     monkeypatch.setenv("TERM", "xterm")
     with screen.progress("Working"):
-        pass
+        assert capsys.readouterr().err == ""
+        for seconds, start in (call.args for call in timer.call_args_list):
+            assert seconds == 1.0
+            start()
     output = capsys.readouterr()
     assert ("Working" in output.err) is is_terminal
     assert output.out == ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 from weakref import ref
 
@@ -24,6 +24,9 @@ The references are weak, so that an engine without ``destroy()`` is freed.
 """
 
 _IN_ALL_GATHER = ContextVar("in_all_gather", default=False)
+
+_REPLACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""DeepSpeed's methods by name, each with its replacement."""
 
 
 def _call(hook: str, params: Sequence[Parameter]) -> None:
@@ -43,22 +46,26 @@ def register(hooks: Any) -> Callable[[], None]:
     ``before_all_gather``, ``before_all_gather_coalesced`` (by forward or backward, whose stream is current),
     ``before_write`` (by a caller) and ``before_new_engine`` receive all parameters of a call, also of other models.
     """
-    _replace_methods()
+    for name, replacement in _REPLACEMENTS.items():
+        if name not in _REPLACED:
+            method = getattr(Init, name)
+            _REPLACED[name] = method, _bound(replacement, method)
+            setattr(Init, name, _REPLACED[name][1])
     reference = ref(hooks)
     _REGISTERED.append(reference)
 
     def remove() -> None:
         # Also the hooks of engines that were freed.
         _REGISTERED[:] = [other for other in _REGISTERED if other is not reference and other() is not None]
+        if _REGISTERED:
+            return
+        for name, (method, replacement) in list(_REPLACED.items()):
+            # If other code has replaced the method since, ours stays below it and calls no hooks.
+            if getattr(Init, name) is replacement:
+                setattr(Init, name, method)
+                del _REPLACED[name]
 
     return remove
-
-
-@cache
-def _replace_methods() -> None:
-    """Replace DeepSpeed's methods, below replacements of other code, until the end of the process."""
-    for name, replacement in _REPLACEMENTS.items():
-        setattr(Init, name, _bound(replacement, getattr(Init, name)))
 
 
 def _bound(replacement: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

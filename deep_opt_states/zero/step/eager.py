@@ -132,7 +132,10 @@ class EagerUpdates:
         plan, eager = self._running.plan, self._running.eager
         if self._units is None or self._units.plan is not plan or self._units.eager != eager:
             unit_of_part = [unit.index for unit in plan.workload.units for _ in unit.ranges]
-            parts = {unit: [part for part, holder in enumerate(unit_of_part) if holder == unit] for unit in eager}
+            parts: dict[int, list[int]] = {unit: [] for unit in eager}
+            for part, unit in enumerate(unit_of_part):
+                if unit in parts:
+                    parts[unit].append(part)
             found = self._running.units_of(self._running.gradients.params_here)
             of_param = {ds_id: eager.intersection(units) for ds_id, units in found.items()}
             events = {unit: (self._device.event(), self._device.event()) for unit in eager}

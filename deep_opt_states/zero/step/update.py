@@ -217,7 +217,8 @@ class Update:
 
     def clear_failure(self) -> None:
         """Allow updates again. The caller has restored every state from a checkpoint."""
-        self._phase = UpdatePhase.IDLE
+        if self._phase is UpdatePhase.FAILED:
+            self._phase = UpdatePhase.IDLE
         # The traceback of the failure refers to the slots and gradients of its update, which may be freed later.
         self._raised = None
         # Prefetched states are stale.
