@@ -7,10 +7,11 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from perf_model.cli.planning_commands import new_program, run_program
+from perf_model.cli.planning_commands import interruptible, new_program
 from perf_model.cli.screen import progress
 
 
+@interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``arguments`` and return its exit code. Raise ``SystemExit(2)`` for unknown arguments."""
     parser, commands = new_program("deep-opt-states", "Interleaved optimizer offloading for DeepSpeed.")
@@ -62,4 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = "compare the names with the model of a Hugging Face config.json"
     delink.add_argument("--model", type=Path, metavar="FILE", help=model)
 
-    return run_program(parser, arguments)
+    options = parser.parse_args(arguments)
+    code: int = options.run(options) or 0
+    return code

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import NoReturn
@@ -47,15 +47,18 @@ def installed_version() -> str | None:
         return None
 
 
-def run_program(parser: CommandParser, arguments: Sequence[str] | None) -> int:
-    """Run the command in ``arguments`` and return its exit code. Ctrl-C ends it with one line on stderr."""
-    try:
-        options = parser.parse_args(arguments)
-        code: int = options.run(options) or 0
-        return code
-    except KeyboardInterrupt:
-        print("\nInterrupted by Ctrl-C.", file=sys.stderr)
-        return 128 + signal.SIGINT
+def interruptible(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Wrap the main function of a program, so that Ctrl-C ends it with one line on stderr and the exit code 130."""
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except KeyboardInterrupt:
+            print("\nInterrupted by Ctrl-C.", file=sys.stderr)
+            return 128 + signal.SIGINT
+
+    return run
 
 
 def new_program(prog: str, description: str) -> tuple[CommandParser, argparse._SubParsersAction[CommandParser]]:
