@@ -47,8 +47,11 @@ Entry: TypeAlias = tuple[tuple[str, ...], Prepare]
 
 NO_ACCELERATOR = "no accelerator: training here runs on the CPU"
 
-NO_GROUPS = CollectiveGroups(*["measured by deep-opt-states profile alone"] * 2)
-"""The groups when training measures, since its plan does not depend on collectives."""
+BY_PROFILE_ALONE = "measured by deep-opt-states profile alone"
+"""The reason for quantities on which the plan of training does not depend, so that its start need not wait for them."""
+
+NO_GROUPS = CollectiveGroups(BY_PROFILE_ALONE, BY_PROFILE_ALONE)
+"""The groups when training measures."""
 
 IMPLAUSIBLE = "implausible: "
 """The start of the reason of a waiver that is due to noise: a later measurement may succeed."""
@@ -212,11 +215,12 @@ def _entries(
     def updates(quantity: str, dtypes: StateDtypes) -> Prepare:
         return lambda: probes.host_updates(memory(), quantity, dtypes)
 
-    def by_threads() -> dict[int, AdamKernel]:
+    def by_threads() -> Probe:
         if isinstance(memory().kernel, StockAdam):
             raise ProbeError("DeepSpeed's kernel updates on the threads of PyTorch")
         counts = [max(1, threads >> halvings) for halvings in range(threads.bit_length())]
-        return {count: training_cpu_adam(SUB_GROUPS, count, cores[:count]) for count in counts}
+        kernels = {count: training_cpu_adam(SUB_GROUPS, count, cores[:count]) for count in counts}
+        return probes.sufficient_threads(memory(), kernels)
 
     def copies(*directions: Callable[..., Copies]) -> list[Copies]:
         return [direction(host, copy_bytes) for direction in directions]
@@ -247,7 +251,7 @@ def _entries(
             (quantity,): updates(quantity, dtypes)
             for quantity, dtypes in zip(CPU_ADAM.values(), STATE_DTYPES, strict=True)
         },
-        ("cpu_adam_threads",): lambda: probes.sufficient_threads(memory(), by_threads()),
+        ("cpu_adam_threads",): BY_PROFILE_ALONE if groups is NO_GROUPS else by_threads,
         ("stock_cpu_adam_params_per_s",): lambda: probes.stock_updates(stock_cpu_adam(SUB_GROUPS), memory(), host),
         ("dram_update_bytes_per_s", "dram_copy_bytes_per_s"): lambda: probes.host_memory(memory().slab),
         **on_device,

@@ -160,10 +160,9 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def _read_rules(path: Path) -> PlacementRules:
-    rule, remedy = "--rules: must be a readable file with a JSON list", f"For example: [{EXAMPLE}]"
-    text = read_text(path, rule, remedy, ModelError)
-    in_file = rule.replace(":", f" {printable(path)}:", 1)
-    return PlacementRules.from_json(parse_json(text, in_file, remedy, ModelError))
+    rule, remedy = "must be a readable file with a JSON list", f"For example: [{EXAMPLE}]"
+    text = read_text(path, f"--rules: {rule}", remedy, ModelError)
+    return PlacementRules.from_json(parse_json(text, f"--rules {printable(path)}: {rule}", remedy, ModelError))
 
 
 def _check_rules(job: Job, profile: HardwareProfile) -> None:

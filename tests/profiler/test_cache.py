@@ -19,7 +19,13 @@ from deep_opt_states.device.kernels.adam import AdamKernel
 from deep_opt_states.host import machine
 from deep_opt_states.profiler import cache
 from deep_opt_states.profiler.cache import quick_profile
-from deep_opt_states.profiler.profile import NO_ACCELERATOR, ProbeEffort, noise_waivers, training_cpu_adam
+from deep_opt_states.profiler.profile import (
+    BY_PROFILE_ALONE,
+    NO_ACCELERATOR,
+    ProbeEffort,
+    noise_waivers,
+    training_cpu_adam,
+)
 from deep_opt_states.profiler.ranks import Ranks, launched_ranks
 from perf_model.prediction.hardware import REQUIRED, HardwareProfile, Measurement, ProfileError, Provenance
 from tests.model.profiles import profile
@@ -150,6 +156,7 @@ def test_two_ranks_measure_together_once_and_fail_together(tmp_path: Path) -> No
     assert cached == measured
     profile = HardwareProfile.from_json(measured)
     assert (profile.provenance.ranks, profile.provenance.cores) == (2, 2)
+    assert profile.measurements["cpu_adam_threads"].waived == BY_PROFILE_ALONE, "training does not wait for it"
     assert failed.startswith("cpu_adam_params_per_s: is needed for every prediction, found no measurement")
     assert "(rank 1: RuntimeError: broken on purpose)" in failed
     assert [line.split(maxsplit=1)[0] for line in first[1]] == ["A", "Hardware"]
